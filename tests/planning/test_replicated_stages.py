@@ -136,7 +136,7 @@ def price_of(
     lengths: list[int], depth: int, count: int, cap_bytes: int | None = None, **changes
 ) -> ReplicatedStageCosts:
     batch = batch_costs(lengths, **changes)
-    return ReplicatedStageCosts(batch, SLOW, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+    return ReplicatedStageCosts(batch, SLOW, depth=depth, dp=1, micro_batches=count, cap_bytes=cap_bytes)
 
 
 def batch_costs(lengths: list[int], **changes) -> BatchCosts:

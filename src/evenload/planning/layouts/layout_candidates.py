@@ -267,7 +267,8 @@ class LayoutCandidates:
         counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
         result: list[tuple[float, ReplicatedStageCosts]] = []
         for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):
-            price = ReplicatedStageCosts(batch, coefficients, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+            of_count = {"depth": depth, "dp": 1, "micro_batches": count}
+            price = ReplicatedStageCosts(batch, coefficients, **of_count, cap_bytes=cap_bytes)
             result.append((price.least_replicated_seconds(of_stages), price))
             if result[0][0] >= HOPELESS * limit_s:
                 return []  # with the most micro-batches devices have the evenest shares

@@ -189,7 +189,7 @@ class MappingCosts:
         cap_bytes: int | None,
     ) -> None:
         model = batch.model
-        self._trains_all = not model.has_adapters
+        self._links, self._trains_all = coefficients, not model.has_adapters
         self._is_tied_whole = model.tied_embeddings and depth == 1
         self._norm, self._positions = model.norm_parameters, model.position_parameters
         self.num_layers, self.depth, self.dp, self.cap_bytes = model.num_layers, depth, dp, cap_bytes
@@ -493,19 +493,7 @@ def _end_layers(price: MappingCosts, layer: int) -> int:
 
 class ReplicatedStageCosts(MappingCosts):
     """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices;
-    `coefficients` of any layout of as many devices, for the links."""
-
-    def __init__(
-        self,
-        batch: BatchCosts,
-        coefficients: CostCoefficients,
-        *,
-        depth: int,
-        micro_batches: int,
-        cap_bytes: int | None,
-    ) -> None:
-        super().__init__(batch, coefficients, depth=depth, dp=1, micro_batches=micro_batches, cap_bytes=cap_bytes)
-        self._links = coefficients
+    `dp` is 1, and `coefficients` of any layout of as many devices, for the links."""
 
     @cached_property
     def _held_bytes(self) -> NDArray[np.float64]:
