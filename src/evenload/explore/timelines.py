@@ -34,7 +34,7 @@ from evenload.types.document import Direction, PackSharding
 from evenload.types.layout import ParallelLayout
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, StepPlan
-from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, side_tasks
+from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, joined, side_tasks
 
 
 def _binding_predecessors(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> NDArray[np.int64]:
@@ -187,12 +187,11 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
         sides += _beside_and_after_packs(end, plan.layout, dp_rank)
-    names = [field.name for field in dataclasses.fields(SideTasks)]
     return join_timelines(
         parts,
         step_time_s=plan.predicted.step_time_s,
         is_critical=np.concatenate(critical),
-        side=SideTasks(**{name: np.concatenate([getattr(side, name) for side in sides]) for name in names}),
+        side=SideTasks(**joined(sides, SideTasks.__dataclass_fields__)),
         memory_kind_bytes=np.concatenate(kinds),
     )
 

@@ -151,11 +151,6 @@ class SearchResult:
     def blocks_of(self, replica: int) -> list[ReplicaBlock]:
         return [block for block in self.blocks if replica in block.replicas]
 
-    @property
-    def has_unequal_blocks(self) -> bool:
-        """Whether replicas form groups of a size that does not divide them."""
-        return any(len(self.own) % block.size for block in self.blocks)
-
     def seconds(self) -> NDArray[np.float64]:
         """Return the simulated time of every replica; float64[dp]."""
         return starts_s(self.blocks, len(self.own)) + np.array([search.best().makespan_s for search in self.own])

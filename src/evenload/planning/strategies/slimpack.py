@@ -135,8 +135,8 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     if any(result.blocks for _, result in steps):
         # What phases take together is known when they are joined; before that, only an upper bound.
         planned = [(problem, result.choices()) for problem, result in steps]
-        if any(result.has_unequal_blocks for _, result in steps):
-            # How well such ranks share a document is known as they will run.
+        if any(problem.layout.dp % block.size for problem, result in steps for block in result.blocks):
+            # How well groups of such sizes share a document is known as they will run.
             planned = [(problem, repriced_choices(problem, choices)) for problem, choices in planned]
         return min(planned, key=lambda one: worst_score(one[1]))
     problem, result = min(steps, key=lambda step: step[1].score_key()[:2])
