@@ -58,7 +58,6 @@ from evenload.cost.layer_counts import (
     WorkspaceRates,
     accumulator_bytes,
     activation_bytes_per_token,
-    inner_width,
     kv_bytes_per_token,
     kv_gradient_bytes_per_token,
     most_of_stage,
@@ -400,7 +399,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     again_bytes = element * recomputed_width(model, tp)
     chunk[REPLAY] -= again @ again_bytes
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
-    inner = inner_width(model)
+    inner = np.array([kind.inner for kind in model.kinds], np.int64)
     states = accumulator_bytes(model) * state_width(model, tp)
     forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp)) + states
     backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp)) + 2 * states

@@ -9,7 +9,7 @@ pack is the largest of its durations.
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from evenload.stepplan.validate import check_replica
 from evenload.types.document import Direction, Document, MicroPack, PackPlan, PackSharding, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan, parse_action, plan_digest, seal
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
@@ -79,15 +81,9 @@ def _replica_to_json(packs: PackPlan, schedule: Schedule, times: PackTimes) -> d
 
 
 def _pack_to_json(pack: MicroPack) -> list[dict[str, Any]]:
-    extra: dict[str, Any] = {}
-    if pack.pad_to:
-        extra["pad_to"] = pack.pad_to
-    if isinstance(pack.sharding, str) and pack.sharding:
-        extra["sharding"] = pack.sharding
-    slices = [
-        {"doc_id": piece.doc_id, "start": piece.start, "stop": piece.stop, "cp": piece.cp, **extra}
-        for piece in pack.slices
-    ]
+    of_pack = {"pad_to": pack.pad_to, "sharding": "" if isinstance(pack.sharding, tuple) else pack.sharding}
+    extra = {name: value for name, value in of_pack.items() if value}
+    slices: list[dict[str, Any]] = [msgspec.to_builtins(piece) | extra for piece in pack.slices]
     if isinstance(pack.sharding, tuple):
         slices = [one | {"owner": owner} for one, owner in zip(slices, pack.sharding, strict=True)]
     return slices
@@ -129,8 +125,12 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
 
 
 def _document_from_json(document: dict[str, Any]) -> Document:
-    known = {key: document[key] for key in Document.__struct_fields__ if key in document}
-    return msgspec.convert({"num_label_tokens": document["num_tokens"] - 1} | known, Document)
+    return _from_known({"num_label_tokens": document["num_tokens"] - 1} | document, Document)
+
+
+def _from_known(tree: dict[str, Any], kind: type[_Struct]) -> _Struct:
+    """Convert the keys that are fields of a struct; readers ignore others."""
+    return msgspec.convert({key: tree[key] for key in kind.__struct_fields__ if key in tree}, kind)
 
 
 def _times_from_json(replica: dict[str, Any]) -> dict[str, Any]:
@@ -147,10 +147,7 @@ def _direction_from_json(replica: dict[str, Any], direction: Direction) -> tuple
         MicroPack(
             index=index,
             direction=direction,
-            slices=tuple(
-                Slice(doc_id=piece["doc_id"], start=piece["start"], stop=piece["stop"], cp=piece.get("cp", 1))
-                for piece in pack
-            ),
+            slices=tuple(_from_known(piece, Slice) for piece in pack),
             pad_to=pack[0].get("pad_to", 0) if pack else 0,
             sharding=_sharding_from_json(pack, f"{direction} pack {index}"),
             cost_s=max(durations[index], default=0.0),
