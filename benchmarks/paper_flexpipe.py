@@ -195,8 +195,8 @@ def search(quick: bool) -> Iterator[Row]:
             planner_of(model, cluster, layout, 16_384), lambda one, m=model, c=cluster: analytic_coefficients(m, c, one)
         )
         lengths = np.minimum(flan_lengths(256, 0), 16_384)
-        seconds = alternate({"HBSA": lambda f=flex, n=lengths, at=layout: f.search(n, at)}, 9)["HBSA"]
-        result = flex.search(lengths, layout)
+        seconds = alternate({"HBSA": lambda f=flex, n=lengths, at=layout: f.candidates.search(n, at)}, 9)["HBSA"]
+        result = flex.candidates.search(lengths, layout)
         depths = range(1, min(model.num_layers, cluster.num_devices) + 1)
         splits = sum(math.comb(model.num_layers - 1, depth - 1) for depth in depths)
         case = f"{name} on {cluster_name}"
@@ -242,7 +242,9 @@ def table_2(quick: bool) -> Iterator[Row]:
         theirs = even_layout(model.num_layers, pp=depth, **part)
         planner = planner_of(model, cluster, theirs, longest)
         flex = flex_planner(planner, cluster, FlexOptions())
-        found = flex.candidates.promising_layouts([flex.search(lengths, theirs)], theirs)[: flex.options.finalists]
+        found = flex.candidates.promising_layouts([flex.candidates.search(lengths, theirs)], theirs)[
+            : flex.options.finalists
+        ]
         layouts = [theirs, *(one.arrangement for one in found)]
         plans = [
             planner_of(model, cluster, one, longest).propose(0, documents, "flexpipe").require_feasible()
@@ -254,7 +256,11 @@ def table_2(quick: bool) -> Iterator[Row]:
         yield Row("flexpipe table 2", case, "step in the paper's layout", seconds[0] / min(seconds), "x", fastest)
         peak_gb = plans[0].predicted.peak_memory_bytes / 1e9
         yield Row("flexpipe table 2", case, "peak memory in the paper's layout", peak_gb, "GB")
-        least = flex_planner(planner, cluster, FlexOptions(least_depth_only=True)).search(lengths, theirs).mappings[0]
+        least = (
+            flex_planner(planner, cluster, FlexOptions(least_depth_only=True))
+            .candidates.search(lengths, theirs)
+            .mappings[0]
+        )
         yield Row("flexpipe table 2", case, "least depth within memory", least.depth, "")
 
 

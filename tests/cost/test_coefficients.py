@@ -57,6 +57,10 @@ def test_cost_files_with_unknown_fields_and_missing_ones_are_refused(tmp_path) -
         {"head_s_per_token": -1.0},
         {"p2p_bandwidth_bytes_per_s": 0.0},
         {"attention_tile": 0},
+        {"devices_per_node": 0},
+        {"peak_flops_per_s": 0.0},
+        {"copy_s_per_byte": -1.0},
+        {"weight_share": 1.5},
         {"forward": PassCoefficients(linear_s_per_token=float("nan"), attention_s_per_pair=0.0)},
     ],
 )

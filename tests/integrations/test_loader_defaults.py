@@ -21,7 +21,7 @@ from evenload.config.keys import plan_options
 from evenload.config.train_config import PlanConfig
 from evenload.data.config import DataConfig, MixturePart
 from evenload.errors import ConfigError
-from evenload.integrations.batch_formats import format_pack, pins_memory, with_tensors
+from evenload.integrations.batch_formats import format_pack, pin_batch, with_tensors
 from evenload.integrations.catalog import ENGINES, LOOP
 from evenload.integrations.engine_loop import spec_of_weights
 from evenload.integrations.planner import make_planner, model_spec_of
@@ -308,9 +308,13 @@ def leaves(batch):
 
 
 def test_memory_is_pinned_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
     for is_there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
-        assert pins_memory() == is_there
+        assert pin_batch({"input_ids": torch.zeros(1), "use_cache": False}) == {
+            "input_ids": torch.tensor([float(is_there)]),
+            "use_cache": False,
+        }
 
 
 # --------------------------------------------------------------------------------------------------- the model trained

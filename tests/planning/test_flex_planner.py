@@ -195,7 +195,7 @@ def test_given_layouts_are_the_only_ones_and_many_are_ordered_by_estimate() -> N
     result = FlexPlanner(flex.start, links, FlexOptions(finalists=1, **PUBLISHED), layouts=given)
     step = result.propose(0, documents(SHORT))
     assert sizes(step) == (4, 1)
-    assert result.search(np.array(SHORT), result.layout).num_priced == len(given)
+    assert result.candidates.search(np.array(SHORT), result.layout).num_priced == len(given)
     only_deep = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=given[1:])
     assert only_deep.propose(0, documents(SHORT)).told.layout == "dp=2 pp=2"
     alone = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=[flex.start.layout])

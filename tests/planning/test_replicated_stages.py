@@ -136,7 +136,7 @@ def price_of(
     lengths: list[int], depth: int, count: int, cap_bytes: int | None = None, **changes
 ) -> ReplicatedStageCosts:
     batch = batch_costs(lengths, **changes)
-    return ReplicatedStageCosts(batch, SLOW, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+    return ReplicatedStageCosts(batch, SLOW, depth=depth, dp=1, micro_batches=count, cap_bytes=cap_bytes)
 
 
 def batch_costs(lengths: list[int], **changes) -> BatchCosts:
@@ -214,7 +214,7 @@ def test_static_bytes_are_those_of_the_layout() -> None:
 def test_flexpipe_searches_them_and_plans_in_them() -> None:
     """Three devices that hold no replica of four layers: two stages of one device idle the third, 2 + 1 use all."""
     flex, batch = make(1, 3, 50_000, part_pipelines=True), [20] * 24
-    result = flex.search(np.array(batch), flex.layout)
+    result = flex.candidates.search(np.array(batch), flex.layout)
     best = result.mappings[0]
     assert (best.depth, best.devices, best.edges, best.excess_bytes) == (2, (2, 1), (0, 3, 4), 0)
     assert best.step_s < min(one.step_s for one in result.mappings[1:] if not one.excess_bytes)
@@ -237,8 +237,8 @@ def test_a_declared_layout_of_them_is_estimated_as_the_search_does() -> None:
     flex, batch = make(1, 3, 50_000, part_pipelines=True), np.array([20] * 24)
     wide = split_layout([3, 1], pp=2, devices=[2, 1])
     declared = FlexPlanner(flex.start, flex.candidates.coefficients_of, flex.options, layouts=(flex.layout, wide))
-    mapping = next(one for one in declared.search(batch, flex.layout).mappings if one.devices)
-    assert mapping == flex.search(batch, flex.layout).mappings[0]
-    assert declared.candidates.promising_layouts([declared.search(batch, flex.layout)], flex.layout)[0] == (
+    mapping = next(one for one in declared.candidates.search(batch, flex.layout).mappings if one.devices)
+    assert mapping == flex.candidates.search(batch, flex.layout).mappings[0]
+    assert declared.candidates.promising_layouts([declared.candidates.search(batch, flex.layout)], flex.layout)[0] == (
         msgspec.structs.replace(wide, generation=1)
     )

@@ -91,7 +91,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     append_metrics(path, make_row(1))
     good = path.read_bytes()
     path.write_bytes(good[:30] + b"\n" + good)
-    with pytest.raises(DataError, match="line 1 is not JSON"):
+    with pytest.raises(DataError, match="line 1 is no JSON object"):
         read_metrics(path)
     path.write_bytes(good + b'{"step": 2}\n')
     with pytest.raises(DataError, match=r"line 2 is not a metrics row: missing keys \['loss'"):

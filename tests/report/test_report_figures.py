@@ -6,7 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from evenload.report.figures import (
+from evenload.report.html import render_report
+from evenload.report.run_report import (
+    RunReport,
+    RunSection,
+    StepView,
     largest,
     loss_figure,
     metric_column,
@@ -17,8 +21,6 @@ from evenload.report.figures import (
     typical,
     typical_meaning,
 )
-from evenload.report.html import render_report
-from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.svg import round_ticks, tick_labels
 from evenload.types.run import LossOf, Validation
 from evenload.types.timeline import CAUSE_GROUPS, CAUSE_LABELS

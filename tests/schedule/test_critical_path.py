@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evenload.explore.timelines import CriticalPath, critical_path, split_bubble
+from evenload.explore.timelines import critical_path, p2p_transfers, split_bubble
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.simulate import Simulation, simulate
 from evenload.schedule.static_schedules import one_f_one_b
@@ -11,9 +11,9 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import columns_of, equal_packs, random_ranks, random_tasks, uniform_tasks, with_split
 
 
-def path_names(path: CriticalPath, actions: ActionColumns) -> str:
+def path_names(path: np.ndarray, actions: ActionColumns) -> str:
     flat = [action for row in actions.to_schedule().ranks for action in row]
-    return " ".join(str(flat[index]) for index in path.actions.tolist())
+    return " ".join(str(flat[index]) for index in path.tolist())
 
 
 def random_case(rng: np.random.Generator) -> tuple[PipelineTasks, ActionColumns]:
@@ -38,7 +38,7 @@ def test_path_and_split_of_the_hand_computed_timeline():
     simulation = simulate(tasks, actions)
     path = critical_path(tasks, actions, simulation)
     assert path_names(path, actions) == "0F0 1F0 1F1 1B0 1B1 1F2 1B2 0B2"
-    assert path.p2p_s.tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0.5]
+    assert (simulation.start_s[path][1:] - simulation.end_s[path][:-1]).tolist() == [0.5, 0, 0, 0, 0, 0, 0.5]
     bubble = split_bubble(tasks, actions, simulation)
     assert (busy_seconds(simulation), bubble.warmup_s, bubble.cooldown_s) == (18.0, 1.5, 2.5)
     assert (bubble.p2p_s, bubble.dependency_s) == (1.0, 3.0)
@@ -53,9 +53,15 @@ def test_path_explains_the_whole_makespan_to_the_bit():
         tasks, actions = random_case(rng)
         simulation = simulate(tasks, actions)
         path = critical_path(tasks, actions, simulation)
-        start_s, end_s = simulation.start_s[path.actions], simulation.end_s[path.actions]
+        start_s, end_s = simulation.start_s[path], simulation.end_s[path]
         assert (start_s[0], end_s[-1]) == (0, simulation.makespan_s)
-        assert np.array_equal(start_s[1:], end_s[:-1] + path.p2p_s[1:])
+        producer, consumer, _, arrives_s = (one.tolist() for one in p2p_transfers(tasks, actions, simulation))
+        arrival = dict(zip(zip(producer, consumer, strict=True), arrives_s, strict=True))
+        pairs = zip(path.tolist(), path.tolist()[1:], strict=False)
+        for (before, after), begins_s, ended_s in zip(pairs, start_s[1:], end_s[:-1], strict=True):
+            # Two actions of one rank follow each other at once; from a stage to the next there is a transfer.
+            on_one_rank = actions.rank[before] == actions.rank[after] and after == before + 1
+            assert begins_s == (ended_s if on_one_rank and begins_s == ended_s else arrival[before, after])
 
 
 def busy_seconds(simulation: Simulation) -> float:

@@ -126,13 +126,10 @@ _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckRequest:
+class CheckRequest(ConfigOptions):
     """What `evenload check` is to prove: of a run, or of packing a model in any trainer."""
 
-    config: Path | None = argument("CONFIG.toml", "Settings of a run of `evenload train`.", default=None)
-    overrides: list[str] | None = argument(
-        "[section.key=value]...", "Replace settings, for example parallel.pp=2.", default=None
-    )
+    config: Path | None = argument("CONFIG.toml", "Settings of a run of `evenload train`.", default=None)  # type: ignore[bad-override]
     model: str | None = option(
         None,
         "In place of CONFIG.toml: built-in name, HF config.json or its folder; nothing is downloaded for a folder.",
@@ -168,8 +165,7 @@ def run_check(request: CheckRequest) -> None:
         answer, verdicts = check_packing(read_config(request.model), request.attention)
         print_lines(Console(), answer)
     else:
-        run = ConfigOptions(config=request.config, overrides=request.overrides)  # type: ignore[bad-argument-type]
-        content = launch.measure("evenload check", "check", run.load(), calibration_cache())
+        content = launch.measure("evenload check", "check", request.load(), calibration_cache())
         from evenload.check.smaller_run import Verdict
 
         verdicts = msgspec.json.decode(content, type=list[Verdict])

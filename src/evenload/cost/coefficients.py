@@ -206,16 +206,6 @@ class CopySpec(Frozen):
         return max(alone_s, tp * max(machines.values(), default=0.0) / self.machine_bytes_per_s)
 
 
-# Fields of `CostCoefficients` by their range; others, and those of passes, are seconds.
-_SECONDS = (
-    "embedding_s_per_token", "head_s_per_token", "head_pack_s", "optimizer_s_per_parameter", "p2p_latency_s",
-    "reduce_latency_s", "copy_s_per_byte",
-)  # fmt: skip
-_RATES = ("peak_flops_per_s", "p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s")
-_COUNTS = ("attention_tile", "nics_per_node")
-_SHARES = ("tensor_exposed_share", "weight_gather_exposed_share", "weight_share", "context_hidden_share")
-
-
 class PassCoefficients(Frozen):
     """Hold the seconds of one direction (forward or backward) on ONE layer.
 
@@ -334,17 +324,19 @@ class CostCoefficients(Frozen):
     profile: Profile | None = None
 
     def __post_init__(self) -> None:
-        values = {name: getattr(self, name) for name in (*_SECONDS, *_RATES, *_COUNTS, *_SHARES)}
+        values = msgspec.structs.asdict(self)
         for name in ("forward", "backward"):
             of_pass = msgspec.structs.asdict(getattr(self, name))
             values |= {f"{name}.{field}": value for field, value in of_pass.items()}
         for field, value in values.items():
-            if field in _RATES:
-                holds, range_ = value is None or value > 0, "> 0"
-            elif field in _COUNTS:
-                holds, range_ = value is None or value >= 1, ">= 1"
-            elif field in _SHARES:
-                holds, range_ = value is None or 0 <= value <= 1, "in 0..1"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue  # no number, or not known
+            if field.endswith(("bytes_per_s", "flops_per_s")):
+                holds, range_ = value > 0, "> 0"
+            elif field.endswith(("_tile", "_per_node")):
+                holds, range_ = value >= 1, ">= 1"
+            elif field.endswith("_share"):
+                holds, range_ = 0 <= value <= 1, "in 0..1"
             else:
                 holds, range_ = value >= 0, ">= 0 seconds"
             if not holds:
@@ -401,6 +393,13 @@ class CostCoefficients(Frozen):
         if way == "gather" and self.gather_link is not None:
             link = self.gather_link
         return num_bytes * steps / copies / link.bandwidth_bytes_per_s + calls * steps * link.latency_s
+
+    def update_seconds(self, element_bytes: int, copies: int) -> tuple[float, float]:
+        """Return the seconds of one reduction or gather of no bytes, and those that a trained parameter takes after the
+        packs, to be reduced, updated and gathered; raises as `ring_seconds`."""
+        latency_s = self.ring_seconds(0.0, copies)
+        moved_s = self.ring_seconds(float(max(element_bytes, 4) + element_bytes), copies) - latency_s
+        return latency_s, moved_s + self.optimizer_s_per_parameter / copies
 
     def link_or_none(self, kind: Literal["p2p", "reduce"]) -> LinkSpec | None:
         """Return the link between pipeline stages, or over which gradients are reduced; None where it is not known."""

@@ -262,11 +262,6 @@ def recomputed_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     return _of_kinds(model, lambda kind: _copied_keys(kind.attention, tp) - (-_outputs(kind, tp, only_read=True) // tp))
 
 
-def inner_width(model: ModelSpec) -> NDArray[np.int64]:
-    """Return the width inside a layer of every kind; int64[K]."""
-    return _of_kinds(model, lambda kind: kind.inner)
-
-
 def _outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
     """Count the elements that a token has of the outputs of products on all devices together, which divide them,
     without copies. Experts on several devices keep none from forward on."""

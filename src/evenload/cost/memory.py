@@ -57,7 +57,6 @@ from evenload.cost.layer_counts import (
     WorkspaceRates,
     accumulator_bytes,
     activation_bytes_per_token,
-    inner_width,
     kv_bytes_per_token,
     kv_gradient_bytes_per_token,
     most_of_stage,
@@ -305,7 +304,7 @@ def count_tokens(packs: ReplicaPacks) -> TokenCounts:
     opens = backward.stop == packs.num_tokens[backward.doc]
     goes_on = forward.stop < packs.num_tokens[forward.doc]
     states = cuts_within(forward, backward)[0] + goes_on - (forward.start > 0)
-    freeing_pack = _backward_pack_of_first_token(forward, backward, backward_pack)
+    freeing_pack = packs_of_first_rows(forward, backward)
     pieces = packs.pieces("backward")
     piece_pack = pieces.pack_of_slice()
     m_f, m_b = forward.num_packs, backward.num_packs
@@ -393,7 +392,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     again_bytes = element * recomputed_width(model, tp)
     chunk[REPLAY] -= again @ again_bytes
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
-    inner = inner_width(model)
+    inner = np.array([kind.inner for kind in model.kinds], np.int64)
     states = accumulator_bytes(model) * state_width(model, tp)
     forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp)) + states
     backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp)) + 2 * states
@@ -469,15 +468,12 @@ def _pack_sums(pack: NDArray[np.int64], values: NDArray[np.int64], num_packs: in
     return np.bincount(pack, weights=values, minlength=num_packs).astype(np.int64)
 
 
-def _backward_pack_of_first_token(
-    forward: SliceColumns, backward: SliceColumns, backward_pack: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Find the backward pack whose slice contains each forward slice's first token; int64[num_forward_slices]."""
-    span = 1 + max(int(forward.stop.max(initial=0)), int(backward.stop.max(initial=0)))
-    keys = backward.doc.astype(np.int64) * span + backward.start
+def packs_of_first_rows(slices: SliceColumns, others: SliceColumns) -> NDArray[np.int64]:
+    """Find, among the packs of the other direction, the one with each slice's first row; int64[num_slices]."""
+    span = 1 + max(int(slices.stop.max(initial=0)), int(others.stop.max(initial=0)))
+    keys, wanted = (side.doc.astype(np.int64) * span + side.start for side in (others, slices))
     order = np.argsort(keys, kind="stable")
-    wanted = forward.doc.astype(np.int64) * span + forward.start
-    return backward_pack[order[np.searchsorted(keys[order], wanted, side="right") - 1]]
+    return others.pack_of_slice()[order[np.searchsorted(keys[order], wanted, side="right") - 1]]
 
 
 def bytes_by_kind(model: ModelSpec, layout: ParallelLayout, tasks: PipelineTasks, packs: ReplicaPacks) -> PipelineTasks:

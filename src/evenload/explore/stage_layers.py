@@ -173,12 +173,8 @@ def _problem(
     ticks_per_s = TICKS / float(layer_s.sum())
     running = np.concatenate([[0], np.cumsum(np.rint(layer_s * ticks_per_s).astype(np.int64))])
 
-    copies = even.dp * even.cp
-    element = model.bytes_per_element
-    latency_s = coefficients.ring_seconds(0.0, copies)
-    moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
-    after_s = moved_s + coefficients.optimizer_s_per_parameter / copies
-
+    copies, element = even.dp * even.cp, model.bytes_per_element
+    _, after_s = coefficients.update_seconds(element, copies)
     vocabulary = embedding_parameters(model, even.tp)
     embedding, head = vocabulary + model.position_parameters, vocabulary + model.norm_parameters
     stored = _Amounts(_running(model, layer_parameters(model, even.tp)), embedding, head)

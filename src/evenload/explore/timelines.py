@@ -34,22 +34,11 @@ from evenload.types.document import Direction, PackSharding
 from evenload.types.layout import ParallelLayout
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, StepPlan
-from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, side_tasks
+from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, joined, side_tasks
 
 
-class CriticalPath(NamedTuple):
-    """The actions that set a replica's makespan, as int64[k] indices into the action columns, first to last, and
-    float64[k] seconds of the transfer that ends when each starts."""
-
-    actions: NDArray[np.int64]
-    p2p_s: NDArray[np.float64]
-
-
-def _binding_predecessors(
-    tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the action that each one waited for last, -1 = none, and the seconds of the transfer from it, 0 on its own
-    rank; int64[n], float64[n]."""
+def _binding_predecessors(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> NDArray[np.int64]:
+    """Return the action that each one waited for last, -1 = none; int64[n]."""
     count = len(actions.kind)
     source = np.arange(-1, count - 1, dtype=np.int64)
     source[actions.rank_offset[:-1][np.diff(actions.rank_offset) > 0]] = -1
@@ -57,21 +46,19 @@ def _binding_predecessors(
     producer = _producers(tasks, actions)
     arrives = np.flatnonzero((producer >= 0) & ((simulation.start_s > free_s) | (source < 0)))
     source[arrives] = producer[arrives]
-    p2p_s = np.zeros(count)
-    p2p_s[arrives] = _p2p_seconds(tasks, actions)[arrives]
-    return source, p2p_s
+    return source
 
 
-def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> CriticalPath:
-    """Return the path that ends last; of equal ends the one on the lowest rank."""
-    source, p2p_s = _binding_predecessors(tasks, actions, simulation)
+def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> NDArray[np.int64]:
+    """Return the actions that set a replica's makespan, as indices into the action columns, first to last; int64[k]. It
+    is the path that ends last; of equal ends the one on the lowest rank."""
+    source = _binding_predecessors(tasks, actions, simulation)
     path: list[int] = []
     at = int(simulation.end_s.argmax()) if len(simulation.end_s) else -1
     while at >= 0:
         path.append(at)
         at = int(source[at])
-    chain = np.array(path[::-1], np.int64)
-    return CriticalPath(chain, p2p_s[chain])
+    return np.array(path[::-1], np.int64)
 
 
 def _producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
@@ -85,15 +72,6 @@ def _producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64
     return np.where(direction == 2, -1, place[direction, actions.pack, neighbour])
 
 
-def _p2p_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
-    """Return the seconds of the transfer of each action's input, had it a producer; float64[n]."""
-    p2p_s = np.zeros(len(actions.kind))
-    forward, backward = actions.kind == 0, (actions.kind == 1) | (actions.kind == 2)
-    p2p_s[forward] = tasks.p2p_forward_s[actions.pack[forward]]
-    p2p_s[backward] = tasks.p2p_backward_s[actions.pack[backward]]
-    return p2p_s
-
-
 def p2p_transfers(
     tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
@@ -102,7 +80,10 @@ def p2p_transfers(
     producer = _producers(tasks, actions)
     consumer = np.flatnonzero(producer >= 0)
     start_s = simulation.end_s[producer[consumer]]
-    return producer[consumer], consumer, start_s, start_s + _p2p_seconds(tasks, actions)[consumer]
+    end_s, pack, is_forward = start_s.copy(), actions.pack[consumer], actions.kind[consumer] == KINDS.index("F")
+    end_s[is_forward] += tasks.p2p_forward_s[pack[is_forward]]
+    end_s[~is_forward] += tasks.p2p_backward_s[pack[~is_forward]]
+    return producer[consumer], consumer, start_s, end_s
 
 
 class Bubble(NamedTuple):
@@ -154,7 +135,7 @@ def _gaps(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the seconds of transfers and of actions in the chains that ranks waited for in gaps; float64[R] each."""
     start, end = simulation.start_s, simulation.end_s
-    source, _ = _binding_predecessors(tasks, actions, simulation)
+    source = _binding_predecessors(tasks, actions, simulation)
     inner = np.ones(len(start), dtype=bool)
     inner[actions.rank_offset[:-1][np.diff(actions.rank_offset) > 0]] = False
     at = np.flatnonzero(inner)  # actions with an earlier one on their rank
@@ -197,7 +178,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     for dp_rank, replica in enumerate(replicas):
         tasks, actions, simulation = replica.tasks, replica.actions, replica.simulation
         on_path = np.zeros(len(actions.kind), bool)
-        on_path[critical_path(tasks, actions, simulation).actions] = True
+        on_path[critical_path(tasks, actions, simulation)] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
         critical.append(on_path)
         kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, replica.packs), actions))
@@ -206,12 +187,11 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
         sides += _beside_and_after_packs(end, plan.layout, dp_rank)
-    names = [field.name for field in dataclasses.fields(SideTasks)]
     return join_timelines(
         parts,
         step_time_s=plan.predicted.step_time_s,
         is_critical=np.concatenate(critical),
-        side=SideTasks(**{name: np.concatenate([getattr(side, name) for side in sides]) for name in names}),
+        side=SideTasks(**joined(sides, SideTasks.__dataclass_fields__)),
         memory_kind_bytes=np.concatenate(kinds),
     )
 

@@ -116,15 +116,10 @@ def move_batch(batch: Any, device: torch.device | str) -> Any:
     return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def pins_memory() -> bool:
-    """Tell whether batches are pinned: where there is a GPU to copy them to."""
-    return torch.cuda.is_available()
-
-
 def pin_batch(batch: Any) -> Any:
-    """Return the batch with its tensors in page-locked memory, from where `move_batch` copies beside compute. This has
-    never run: no GPU was there."""
-    return with_tensors(batch, torch.Tensor.pin_memory)
+    """Return the batch, where there is a GPU with its tensors in page-locked memory, from where `move_batch` copies
+    beside compute. This has never run: no GPU was there."""
+    return with_tensors(batch, torch.Tensor.pin_memory) if torch.cuda.is_available() else batch
 
 
 def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -28,7 +28,7 @@ from evenload.errors import ConfigError, DataError, refusing_unknown
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_pack
 from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.integrations.batch_formats import format_pack, pin_batch, pins_memory
+from evenload.integrations.batch_formats import format_pack, pin_batch
 from evenload.integrations.catalog import BEST
 from evenload.integrations.loader_options import (
     LoaderOptions,
@@ -334,7 +334,7 @@ class PackedLoader:
         if self.has_ended:
             return None
         if self._ahead is None:
-            maker, options, place, pins = self._maker, self.options, self._place, pins_memory()
+            maker, options, place = self._maker, self.options, self._place
             if options.profile.constant_counts and options.micro_batches is None and not options.evaluation:
                 options.profile.refuse("counts", "micro_batches is left out")
             if self.model_is_assumed and not self._has_logged and self._place.is_first:
@@ -342,7 +342,7 @@ class PackedLoader:
 
             def make() -> PackedStep | None:  # without `self`, so that dropping it ends the thread
                 planned = maker.next()
-                return None if planned is None else _pack_step(planned, options, place, pins)
+                return None if planned is None else _pack_step(planned, options, place)
 
             self._ahead = Prefetcher(make, self.config.prefetch_steps, "evenload-prepare")
         try:
@@ -383,7 +383,7 @@ def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPl
     return RunPlanner(planner, options.strategy, may_delay, may_cut=False)
 
 
-def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pins: bool) -> PackedStep:
+def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
     """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`, or where
     documents are trees, which no format of batches describes."""
     if tree := next((one for one in step.plan.documents if one.segments), None):
@@ -400,8 +400,8 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pi
         else zero_weight_pack(one.padded_tokens)
         for one in micro_batches
     )
-    batches = tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs)
-    return PackedStep(planned=step, packs=packs, batches=tuple(map(pin_batch, batches)) if pins else batches)
+    batches = tuple(pin_batch(format_pack(pack, options.format, step.plan.num_label_tokens)) for pack in packs)
+    return PackedStep(planned=step, packs=packs, batches=batches)
 
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:

@@ -125,8 +125,6 @@ def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
 
 HELD_SHARE = 0.98  # Of host memory, at which added policies aim
 GOOD_ORDER = 1.002  # Of the seconds without a limit: an order within it is taken
-# Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search.
-MOST_TRIED = 1
 
 
 def host_excess_bytes(problem: StepProblem, result: Candidate) -> int:
@@ -191,7 +189,7 @@ def plan_within_host(
     """Plan a step under one of its policies so that its offloaded activations fit their node, else the last plan;
     return problem and answer, and a message where host memory was too little for the first ("" = it was not).
     `plan_step` gives the best of problems and its answer, `host_bytes` those of an answer on the fullest node."""
-    message, times_tried = "", 0
+    message, may_add = "", True
     ordered: tuple[StepProblem, DelayedChoice] | None = None
     while True:
         problem, answer = plan_step(problems)
@@ -213,9 +211,9 @@ def plan_within_host(
         problems = [other for other in problems if offloaded_tokens(other) < offloaded]
         if not problems:
             return *(ordered or (problem, answer)), message
-        if times_tried < MOST_TRIED:
+        if may_add:
             assert problem.policy is not None, "something is offloaded"
-            times_tried += 1
+            may_add = False  # once: a schedule may hold more at once of fewer tokens, and each is a search
             # Fewer of the tokens in flight are offloaded, and fewer are in flight at once.
             share = (HELD_SHARE * host.limit_bytes / needed_bytes) ** 0.5
             fewer = policies_within_host(problem.num_tokens, problem.policy, share)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
-from evenload.cost.memory import ReplicaPacks
+from evenload.cost.memory import ReplicaPacks, packs_of_first_rows
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import PerRankPacks, gather_seconds, rank_seconds, weight_seconds
 from evenload.planning.packing import longest_first
@@ -127,7 +127,7 @@ def _fastest_first(
     forward, backward = result.packs.forward, result.packs.backward
     packs, back = forward.num_packs, backward.num_packs
     all_ways = _in_all_ways(problem.costs, result, possible)
-    of_slice, of_backward = _forward_packs_of_slices(result.packs), backward.pack_of_slice()
+    of_slice, of_backward = packs_of_first_rows(backward, forward), backward.pack_of_slice()
     tokens = backward.slice_tokens()
     share = tokens / backward.pack_sums(tokens)[of_backward]
     backward_s = all_ways.backward_s.sum(axis=1).reshape(len(possible), back)[:, of_backward] * share
@@ -142,16 +142,6 @@ def _fastest_first(
         shardings = tuple(possible[one][pack] for pack, one in enumerate(way.tolist()))
         ways.setdefault(shardings, simulate(tasks, result.actions).makespan_s)
     return sorted(((makespan_s, way) for way, makespan_s in ways.items()), key=lambda one: one[0])
-
-
-def _forward_packs_of_slices(packs: ReplicaPacks) -> NDArray[np.int64]:
-    """Find the forward pack with the first row of every backward slice."""
-    forward, backward = packs.forward, packs.backward
-    scale = np.int64(1 + max(int(side.stop.max(initial=0)) for side in (forward, backward)))
-    keys = forward.doc * scale + forward.start
-    order = np.argsort(keys)
-    place = np.searchsorted(keys[order], backward.doc * scale + backward.start, side="right") - 1
-    return forward.pack_of_slice()[order[place]]
 
 
 def _in_all_ways(costs: PackCosts, result: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:

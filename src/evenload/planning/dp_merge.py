@@ -64,13 +64,12 @@ def nested_sizes(dp: int) -> list[int]:
 def merge_documents(problem: StepProblem) -> Merge | None:
     """Form groups for outliers; None where no document is one, or there is one replica. Where the replicas' work
     differs by more than `EVEN_ENOUGH`, smaller thresholds are tried too, for the least work on the fullest replica."""
-    best: tuple[float, Merge] | None = None
+    tried: list[tuple[float, Merge]] = []
     for merge, load_s in _merges(problem):
-        if best is None or load_s.max() < best[0]:
-            best = float(load_s.max()), merge
+        tried.append((float(load_s.max()), merge))
         if load_s.max() <= EVEN_ENOUGH * load_s.mean():
             break
-    return None if best is None else best[1]
+    return min(tried, key=lambda one: one[0])[1] if tried else None
 
 
 def merge_above_printed(problem: StepProblem) -> Merge | None:

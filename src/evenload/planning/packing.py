@@ -100,6 +100,18 @@ def longest_first(
     return _split(*_native.longest_first(work, num_groups, sizes, limit, loads))
 
 
+def longest_first_within(
+    work_s: NDArray[np.float64], count: int, unit: int, num_tokens: NDArray[np.int64], capacity: int | None
+) -> list[list[int]]:
+    """Place as `longest_first` into `count` groups, or into as many more, in multiples of `unit`, as the limit asks."""
+    tokens = None if capacity is None else num_tokens
+    while True:
+        groups = longest_first(work_s, count, num_tokens=tokens, capacity=capacity)
+        if len(groups) <= count:
+            return groups
+        count = -(-len(groups) // unit) * unit
+
+
 def assign_replicas(document_s: NDArray[np.float64], dp: int) -> list[NDArray[np.int64]]:
     """Assign documents to replicas by forward + backward seconds (float64[n]), longest first; indices ascending."""
     return [np.sort(np.array(group, dtype=np.int64)) for group in longest_first(document_s, dp)]

@@ -72,14 +72,23 @@ class SearchRules:
         return ReplicaSearch(problem, documents, replicas * problem.layout.cp, self.score_key)
 
 
-def rate_by_representative(
-    representative: ReplicaSearch, others: list[ReplicaSearch], first: list[ReplicaSearch], rules: SearchRules
-) -> bool:
-    """Rate the first trials on the representative replica and all of `first`, the best of those on the others; return
-    whether all have a trial."""
+def heaviest(searches: list[ReplicaSearch]) -> ReplicaSearch:
+    return max(searches, key=lambda search: search.work_s)
+
+
+def _heaviest_and_longest(searches: list[ReplicaSearch]) -> list[ReplicaSearch]:
+    longest = max(searches, key=lambda search: int(search.num_tokens.max()))
+    return list(dict.fromkeys((heaviest(searches), longest)))
+
+
+def rate_by_representative(searches: list[ReplicaSearch], first: list[ReplicaSearch], rules: SearchRules) -> bool:
+    """Rate the first trials on all of `first`, whose first one represents the replicas, the best of those on the
+    others; return whether all have a trial."""
     rate_first(first, rules)
+    representative = first[0]
     if not has_trial(representative) and not _rate_more_packs(representative, rules):
         return False
+    others = [search for search in searches if search is not representative]
     share_best(representative, others, rules.shared)
     # Where the representative replica's trials do not fit, or cannot cut these documents, everything is tried.
     lacking = [search for search in others if _lacks(search, representative)]
@@ -141,11 +150,6 @@ class SearchResult:
 
     def blocks_of(self, replica: int) -> list[ReplicaBlock]:
         return [block for block in self.blocks if replica in block.replicas]
-
-    @property
-    def has_unequal_blocks(self) -> bool:
-        """Whether replicas form groups of a size that does not divide them."""
-        return any(len(self.own) % block.size for block in self.blocks)
 
     def seconds(self) -> NDArray[np.float64]:
         """Return the simulated time of every replica; float64[dp]."""
@@ -237,10 +241,7 @@ def search_step(
     busy = [search for search in result.own if len(search.documents)]
     if not busy:
         return result
-    representative = max(busy, key=lambda search: search.work_s)
-    longest = max(busy, key=lambda search: int(search.num_tokens.max()))
-    others = [search for search in busy if search is not representative]
-    if not rate_by_representative(representative, others, list(dict.fromkeys((representative, longest))), rules):
+    if not rate_by_representative(busy, _heaviest_and_longest(busy), rules):
         return None
     if rules.even_out:
         even_out(result)
@@ -267,9 +268,7 @@ def _rate_blocks(blocks: dict[ReplicaBlock, ReplicaSearch], rules: SearchRules) 
     """Rate blocks, of one size by the one with most work; return whether all have a trial."""
     for size in dict.fromkeys(block.size for block in blocks):
         alike = [search for block, search in blocks.items() if block.size == size]
-        representative = max(alike, key=lambda search: search.work_s)
-        others = [search for search in alike if search is not representative]
-        if not rate_by_representative(representative, others, [representative], rules):
+        if not rate_by_representative(alike, [heaviest(alike)], rules):
             return False
     return True
 
@@ -386,9 +385,7 @@ def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> 
     and of all merges."""
     assigned = assign_replicas(problem.document_s, problem.layout.dp)
     replicas = [rules.search(problem, documents) for documents in assigned if len(documents)]
-    heaviest = max(replicas, key=lambda search: search.work_s)
-    longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
-    apart = list(dict.fromkeys((heaviest, longest)))
+    apart = _heaviest_and_longest(replicas)
     score([(search, quick_trials(search, rules)) for search in apart])
     best = [search.best() for search in apart]
     rated = rate_merges(problem, merges, rules)

@@ -9,11 +9,10 @@ from html import escape
 from pathlib import Path
 
 from evenload.errors import ConfigError
-from evenload.report.figures import time_split_figure
 from evenload.report.lengths import length_blocks
 from evenload.report.page import definitions_html, figure_html, folded_html, numbers_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
-from evenload.report.run_report import RunReport, RunSection, cards_html, curves_html, tiles_html
+from evenload.report.run_report import RunReport, RunSection, cards_html, curves_html, tiles_html, time_split_figure
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.svg import NumberTable
 from evenload.report.table import (

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from evenload.report import svg
-from evenload.report.page import definitions_html, figure_html, numbers_html, page_html
+from evenload.report.page import figure_html, numbers_html, page_html
+from evenload.report.run_report import cards_html
 from evenload.report.svg import LENGTH_COLORS, Axes, Figure, NumberTable, Scale
+from evenload.report.table import bare_table
 from evenload.types.run import LengthProfile
 from evenload.types.text import LengthUnit, counted, format_count, format_power_of_two, format_share, in_unit
 
@@ -198,11 +199,10 @@ def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
 
 def _bare_table(headings: Sequence[str], bar_width: int = 0) -> Table:
     """Make a table; columns without a heading are bars."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        width = None if heading else bar_width
-        side = "right" if heading else "left"
-        table.add_column(heading, justify=side, no_wrap=True, min_width=width, max_width=width)
+    table = bare_table("", *headings, left=("",), is_narrow=True)
+    table.columns[0].justify = "right"
+    for column in table.columns:
+        column.min_width = column.max_width = None if column.header else bar_width
     return table
 
 
@@ -243,6 +243,4 @@ def _tiles(profile: LengthProfile) -> str:
         ("half of the tokens", share, f"of documents, from {half.shortest:,} on"),
         ("half of the attention", work_share, f"of documents, from {work.shortest:,} on"),
     )
-    return definitions_html(
-        "tiles", ((name, f"{escape(value)}<small>{detail}</small>") for name, value, detail in tiles)
-    )
+    return cards_html((name, escape(value), detail) for name, value, detail in tiles)

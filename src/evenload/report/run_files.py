@@ -33,7 +33,7 @@ METRIC_KEYS = (
 MetricValue = int | float | str | None
 MetricRow = Mapping[str, Any]
 """Of `MetricValue`; texts are under "layout" alone."""
-Row = TypeVar("Row", bound=msgspec.Struct)
+Row = TypeVar("Row")
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LOG = logging.getLogger(__name__)
@@ -55,11 +55,15 @@ def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, MetricValue]]:
     """Read all rows in file order; `DataError` where there is no file, or a line is no row of the fixed keys."""
-    try:
-        lines = _whole_lines(path)
-    except FileNotFoundError as error:
-        raise DataError(f"no metrics file {path}; give the metrics.jsonl of a run") from error
-    return [_decode(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    if not os.path.exists(path):
+        raise DataError(f"no metrics file {path}; give the metrics.jsonl of a run")
+    rows = read_rows(path, dict, "JSON object")
+    for number, row in enumerate(rows, start=1):
+        if wrong := _wrong_keys(row):
+            where = f"{path}, line {number}"
+            raise DataError(f"{where} is not a metrics row: {wrong}; is it a file of another version?")
+    # "layout" is the one column of text.
+    return [{k: row[k] if k == "layout" else _NON_FINITE.get(row[k], row[k]) for k in METRIC_KEYS} for row in rows]
 
 
 def _whole_lines(path: str | os.PathLike[str]) -> list[bytes]:
@@ -103,17 +107,6 @@ def _encode_value(value: MetricValue) -> MetricValue:
     return value if is_finite else {"inf": "Infinity", "-inf": "-Infinity"}.get(str(value), "NaN")
 
 
-def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}); remove the line or restore the file") from error
-    if wrong := _wrong_keys(row if isinstance(row, dict) else ()):
-        raise DataError(f"{where} is not a metrics row: {wrong}; is it a file of another version?")
-    # "layout" is the one column of text.
-    return {key: row[key] if key == "layout" else _NON_FINITE.get(row[key], row[key]) for key in METRIC_KEYS}
-
-
 def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) -> None:
     """Append structs to a file of JSON lines, made if needed; without rows no file is made."""
     lines = [msgspec.json.encode(row) + b"\n" for row in rows]
@@ -135,7 +128,7 @@ def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
 
 
 def read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
-    """Read the structs of a file, none where there is no file."""
+    """Read the rows of a file, none where there is no file."""
     rows = []
     for number, line in enumerate(_whole_lines(path) if os.path.exists(path) else (), start=1):
         try:

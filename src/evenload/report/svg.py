@@ -26,7 +26,8 @@ _DASHES = {"solid": "", "dash": "7 5", "dot": "2 4"}
 def rect(span: tuple[float, float], top_px: float, height_px: float, color: str, tip: str = "") -> str:
     low, high = span
     place = f'x="{_percent(low)}" width="{_percent(high - low)}" y="{top_px:g}" height="{height_px:.4g}"'
-    return f'<rect {place} fill="{color}"{_tip(tip)}/>'
+    shown = f' data-tip="{escape(tip)}"' if tip else ""
+    return f'<rect {place} fill="{color}"{shown}/>'
 
 
 def dot(x: float, y_px: float, color: str) -> str:
@@ -46,35 +47,23 @@ def rule(y_px: float, kind: str) -> str:
     return f'<line x1="0%" x2="100%" y1="{y_px:.5g}" y2="{y_px:.5g}" class="{kind}"/>'
 
 
-def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
-    at = _percent(x)
-    return f'<line x1="{at}" x2="{at}" y1="{top_px:g}" y2="{bottom_px:g}" class="{kind}"/>'
-
-
 def line(points: Iterable[Point], height_px: int, color: str, dash: str) -> str:
     """Draw a line through points, broken where one has no height; a point alone becomes a short dash."""
     parts = [list(part) for known, part in itertools.groupby(points, lambda point: point[1] is not None) if known]
     path = "".join(_path(part) + ("h1" if len(part) == 1 else "") for part in parts)
     dashes = f' stroke-dasharray="{_DASHES[dash]}"' if _DASHES[dash] else ""
     style = f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round" stroke-linecap="round"'
-    return _stretched(f'<path d="{path}" {style}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
+    size = f'width="100%" height="{height_px}" viewBox="0 0 {_WIDE} {height_px}" preserveAspectRatio="none"'
+    drawn = f'<path d="{path}" {style}{dashes} vector-effect="non-scaling-stroke"/>'
+    return f'<svg {size} overflow="visible">{drawn}</svg>'
 
 
 def _path(points: Iterable[Point]) -> str:
     return "M" + "L".join(f"{x * _WIDE:.0f} {y_px:.4g}" for x, y_px in points if y_px is not None)
 
 
-def _stretched(body: str, height_px: int) -> str:
-    size = f'width="100%" height="{height_px}" viewBox="0 0 {_WIDE} {height_px}"'
-    return f'<svg {size} preserveAspectRatio="none" overflow="visible">{body}</svg>'
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.5g}%"
-
-
-def _tip(content: str) -> str:
-    return f' data-tip="{escape(content)}"' if content else ""
 
 
 # Colours that colour-blind readers tell apart, legible on white and on near-black: hues after Okabe and Ito, "Color
@@ -313,7 +302,8 @@ def rows_chart(
     notes_px: int,
 ) -> str:
     """Draw rows of (name, marks, note) on one axis; on a narrow page name and note are above the marks."""
-    lines = "".join(upright(x.share(tick.at), 0, row_px, "grid") for tick in ticks)
+    places = [_percent(x.share(tick.at)) for tick in ticks]
+    lines = "".join(f'<line x1="{at}" x2="{at}" y1="0" y2="{row_px:g}" class="grid"/>' for at in places)
     shown = [("row", name, _plot(row_px, 'aria-hidden="true"', lines + marks), note) for name, marks, note in rows]
     labels = "".join(text(x.share(tick.at), 14, tick.label, kind=tick.kind) for tick in ticks)
     shown.append(("row ticks", "", _plot(20, 'aria-hidden="true"', labels), ""))
@@ -338,10 +328,6 @@ def legend(entries: Iterable[tuple[str, str, str]]) -> str:
 
 
 _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}
-
-
-def names_width_px(names: Iterable[str]) -> int:
-    return min(220, 20 + 7 * max((len(name) for name in names), default=0))
 
 
 def _short(value: float | None) -> float | None:

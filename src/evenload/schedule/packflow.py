@@ -12,7 +12,7 @@ from evenload import _native
 from evenload.errors import ConfigError
 from evenload.schedule.schedule_rule import ScheduleRule, static_order
 from evenload.schedule.simulate import split_arrays, task_arrays
-from evenload.schedule.static_schedules import one_a_stage, one_f_one_b
+from evenload.schedule.static_schedules import one_f_one_b, packs_ahead
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 _UNLIMITED = 2**31 - 1
@@ -23,7 +23,7 @@ def packflow_static(tasks: PipelineTasks, *, inject: bool) -> ActionColumns:
     new forward for each backward (SlimPack Fig. 9), at the price of its memory, else 1F1B."""
     if not inject:
         return one_f_one_b(tasks)
-    return static_order(tasks, keep_counts(tasks.forwards_needed, tasks.num_forward), one_a_stage(tasks))
+    return static_order(tasks, keep_counts(tasks.forwards_needed, tasks.num_forward), packs_ahead(tasks))
 
 
 def keep_counts(forwards_needed: NDArray[np.int32], num_forward: int) -> NDArray[np.int64]:

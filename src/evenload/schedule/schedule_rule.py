@@ -59,7 +59,8 @@ def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup
     """Order packs by two sequences (docs/architecture.md): stage s runs B_j after `min(m_f, f[j] + w[s])` forwards.
 
     With the key (k - w[s], s) of F(k, s) and (f[j] - 1/2, j, -s) of B(j, s) every edge goes to a larger key, so nothing
-    deadlocks, also on ranks with several stages, whose actions are sorted by key. O(actions log actions).
+    deadlocks, also on ranks with several stages, and on stages with several ranks, which take packs in turn: every rank
+    sorts its actions by key. O(actions log actions).
 
     Args:
         forward_counts: int64[m_b], f: forwards of the last stage before its backward j; not falling, `f[j] >= D[j]`.
@@ -81,16 +82,15 @@ def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup
     last = np.empty_like(first)
     last[:, :m_f] = stage
     last[:, m_f:] = np.arange(m_b) * num_stages + (num_stages - 1 - stage)
-    rank = np.broadcast_to(tasks.stage_to_rank[:, None], first.shape).ravel()
+    rank = (tasks.stage_to_rank[:, None] + pack % tasks.widths[:, None]).ravel()
     order = np.lexsort((last.ravel(), first.ravel(), rank))
     is_backward = np.zeros(per_stage, dtype=np.uint8)
     is_backward[m_f:] = 1
-    stages_on_rank = np.bincount(tasks.stage_to_rank, minlength=tasks.num_ranks)
     return ActionColumns(
         kind=np.tile(is_backward, num_stages)[order],
         stage=np.repeat(stage.ravel(), per_stage)[order],
         pack=np.tile(pack, num_stages)[order],
-        rank_offset=np.concatenate([[0], np.cumsum(stages_on_rank * per_stage)]).astype(np.int64),
+        rank_offset=np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=tasks.num_ranks))]).astype(np.int64),
     )
 
 

@@ -58,26 +58,17 @@ def simulate(tasks: PipelineTasks, actions: ActionColumns) -> Simulation:
         ScheduleDeadlockError: actions that wait for each other in a circle, or for one that never runs.
     """
     arrays, split = task_arrays(tasks), split_arrays(tasks)
-    _check_actions(tasks, actions)
+    for name, dtype in (("kind", np.uint8), ("stage", np.int32), ("pack", np.int32), ("rank_offset", np.int64)):
+        column = getattr(actions, name)
+        _require_column(f"actions.{name}", column, np.dtype(dtype), (column.size,))
+    if actions.num_ranks != tasks.num_ranks:
+        raise ConfigError(f"actions of {actions.num_ranks} ranks for tasks on {tasks.num_ranks} ranks")
     start_s, end_s, peak_bytes, done = _native.simulate(
         arrays, actions.kind, actions.stage, actions.pack, actions.rank_offset, split
     )
     if int(done.sum()) < len(actions.kind):
         raise ScheduleDeadlockError(stuck_grid(tasks, actions, done))
     return Simulation(start_s, end_s, float(end_s.max(initial=0.0)), peak_bytes)
-
-
-def _check_actions(tasks: PipelineTasks, actions: ActionColumns) -> None:
-    expected = (("kind", np.uint8), ("stage", np.int32), ("pack", np.int32), ("rank_offset", np.int64))
-    for name, dtype in expected:
-        column = getattr(actions, name)
-        if column.dtype != dtype or column.ndim != 1 or not column.flags.c_contiguous:
-            raise ConfigError(
-                f"actions.{name} is {column.dtype}{list(column.shape)}, expected a contiguous column of "
-                f"{np.dtype(dtype)}"
-            )
-    if actions.num_ranks != tasks.num_ranks:
-        raise ConfigError(f"actions of {actions.num_ranks} ranks for tasks on {tasks.num_ranks} ranks")
 
 
 def to_timeline(
@@ -237,12 +228,16 @@ def _checked(tasks: PipelineTasks, path: str, part: object, names: tuple[str, ..
             shape = shape[:1]
         elif name in _OF_STAGE_OR_RANK:
             shape = (len(array),)
-        if array.dtype != _DTYPES[name] or array.shape != shape or not array.flags.c_contiguous:
-            raise ConfigError(
-                f"{path}.{name} is {array.dtype}{list(array.shape)}, contiguous={array.flags.c_contiguous}; "
-                f"expected contiguous {_DTYPES[name]}{list(shape)} (packs, stages)"
-            )
+        _require_column(f"{path}.{name}", array, _DTYPES[name], shape)
     return arrays
+
+
+def _require_column(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ConfigError(
+            f"{name} is {array.dtype}{list(array.shape)}, contiguous={array.flags.c_contiguous}; "
+            f"expected contiguous {dtype}{list(shape)}"
+        )
 
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 4, 6

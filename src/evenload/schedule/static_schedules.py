@@ -1,6 +1,8 @@
 """Order packs by their number and dependencies alone: GPipe, 1F1B (also where stages have several ranks), interleaved
 1F1B and ZB-H1."""
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,53 +27,6 @@ GPIPE = ScheduleRule(
 )
 
 
-# 1F1B where stages have several ranks, which take packs in turn (FlexPipe's part pipelines): stage s has g[s]
-# ranks and runs pack k on rank number k % g[s]. Every rank runs 1F1B over its own packs, w[s] = W[s] / g[s] forwards
-# ahead of its backwards, so that all later ranks have one each:
-#
-#     W[last] = 0        W[s] = W[s+1] + g[s+1], rounded up to a multiple of g[s]
-#
-# Nothing deadlocks: with the key (k, s) for F(k, s) and (j + W[s] + 1/2, -s) for B(j, s) every edge goes to a larger
-# key, because W falls from stage to stage. O(actions).
-
-
-def _replicated_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
-    """Order packs of whole documents; `ConfigError` where a backward pack needs another forward than its own."""
-    count = tasks.num_forward
-    if tasks.num_backward != count or (tasks.forwards_needed != np.arange(1, count + 1)).any():
-        raise ConfigError(
-            f"1f1b: stages have {tasks.widths.tolist()} ranks, so every backward pack has to be a forward pack, in the "
-            "same order, of whole documents; use balanced or flexpipe, or one rank a stage"
-        )
-    warmup = _replicated_warmup(tasks.widths).tolist()
-    rows = []
-    for stage, width in enumerate(tasks.widths.tolist()):
-        for turn in range(width):
-            own = np.arange(turn, count, width)
-            kind, pack = _one_rank(own, warmup[stage])
-            rows.append((kind, np.full(len(kind), stage), pack))
-    return ActionColumns.of_ranks(rows)
-
-
-def _replicated_warmup(widths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return w: forwards that ranks of a stage run before their first backward, besides that one's; int64[P]."""
-    ahead = np.zeros(len(widths), np.int64)  # W
-    for stage in range(len(widths) - 2, -1, -1):
-        packs = ahead[stage + 1] + widths[stage + 1]
-        ahead[stage] = -(-packs // widths[stage]) * widths[stage]
-    return ahead // widths
-
-
-def _one_rank(own: NDArray[np.int64], warmup: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return kinds and packs of one rank in order: its i-th backward after i + 1 + warmup forwards, or all."""
-    index = np.arange(len(own))
-    kind = np.full(2 * len(own), _FORWARD)
-    kind[index + np.minimum(len(own), index + 1 + warmup)] = _BACKWARD
-    pack = np.empty(2 * len(own), np.int64)
-    pack[kind == _FORWARD] = pack[kind == _BACKWARD] = own
-    return kind, pack
-
-
 def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
     """Run the static order with `w[s] = P - 1 - s` and the least f, the running maximum of D.
 
@@ -79,17 +34,27 @@ def one_f_one_b(tasks: PipelineTasks) -> ActionColumns:
         stage 1:  1F0 1B0 1F1 1B1 1F2 1B2
 
     With whole documents it is 1F1B of PipeDream-Flush (Narayanan et al. 2021), whose stages hold at most P - s packs;
-    on sliced packs SlimPack's 1F1B without injected forwards.
+    on sliced packs SlimPack's 1F1B without injected forwards. Where stages have several ranks, which take packs in turn
+    (FlexPipe's part pipelines), a `ConfigError` where a backward pack needs another forward than its own.
     """
-    if tasks.num_ranks > tasks.num_stages:
-        return _replicated_one_f_one_b(tasks)
+    count = tasks.num_forward
+    is_whole = tasks.num_backward == count and (tasks.forwards_needed == np.arange(1, count + 1)).all()
+    if tasks.num_ranks > tasks.num_stages and not is_whole:
+        raise ConfigError(
+            f"1f1b: stages have {tasks.widths.tolist()} ranks, so every backward pack has to be a forward pack, in the "
+            "same order, of whole documents; use balanced or flexpipe, or one rank a stage"
+        )
     least_counts = np.maximum.accumulate(tasks.forwards_needed.astype(np.int64))
-    return static_order(tasks, least_counts, one_a_stage(tasks))
+    return static_order(tasks, least_counts, packs_ahead(tasks))
 
 
-def one_a_stage(tasks: PipelineTasks) -> NDArray[np.int64]:
-    """Return the w of 1F1B, a forward for every later stage; int64[P]."""
-    return np.arange(tasks.num_stages - 1, -1, -1, dtype=np.int64)
+def packs_ahead(tasks: PipelineTasks) -> NDArray[np.int64]:
+    """Return the w of 1F1B, a forward for every rank of a later stage, rounded up to equally many on all ranks of this
+    one; int64[P]."""
+    ahead = [0]
+    for later, width in itertools.pairwise(tasks.widths[::-1].tolist()):
+        ahead.append(-(-(ahead[-1] + later) // width) * width)
+    return np.array(ahead[::-1], np.int64)
 
 
 ONE_F_ONE_B = ScheduleRule(

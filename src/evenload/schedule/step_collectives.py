@@ -256,26 +256,13 @@ class StepEnd:
     updated_s: float
     end_s: float
 
-    @property
-    def reduction_s(self) -> float:
-        """Seconds in which gradients are reduced, mean over pipeline ranks."""
-        return sum(one.seconds for one in self.reductions) / len(self.reductions)
-
-    @property
-    def reduction_hidden_s(self) -> float:
-        """Those of `reduction_s` during compute."""
-        return sum(one.hidden_s for one in self.reductions) / len(self.reductions)
-
-    @property
-    def gather_s(self) -> float:
-        """Seconds in which updated weights are gathered, mean over pipeline ranks."""
-        exposed_s = self.end_s - self.updated_s
-        return sum(one.seconds for one in self.gathers) / len(self.reductions) if self.gathers else exposed_s
-
-    @property
-    def gather_hidden_s(self) -> float:
-        """Those of `gather_s` in which no forward waits for them."""
-        return sum(one.hidden_s for one in self.gathers) / len(self.reductions)
+    def collective_seconds(self) -> dict[str, float]:
+        """Return the fields of `Prediction` about reductions and gathers, means over pipeline ranks."""
+        parts = {"reduction": self.reductions, "gather": self.gathers}
+        sums = {f"{name}_s": sum(one.seconds for one in ranks) for name, ranks in parts.items()}
+        sums |= {f"{name}_hidden_s": sum(one.hidden_s for one in ranks) for name, ranks in parts.items()}
+        means = {name: seconds / len(self.reductions) for name, seconds in sums.items()}
+        return means if self.gathers else means | {"gather_s": self.end_s - self.updated_s}
 
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:

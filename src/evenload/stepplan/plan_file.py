@@ -9,7 +9,7 @@ pack is the largest of its durations.
 
 import json
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,7 +18,8 @@ from evenload.stepplan.validate import check_replica
 from evenload.types.document import Direction, Document, MicroPack, PackPlan, PackSharding, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan, parse_action, plan_digest, seal
-from evenload.types.tree import Segment
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
@@ -48,21 +49,11 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
         "predicted": msgspec.to_builtins(plan.predicted),
         "digest": plan.digest,
     }
-    if plan.left_out:
-        out["left_out"] = [msgspec.to_builtins(document) for document in plan.left_out]
-    if plan.mean_token_delay_steps:
-        out["mean_token_delay_steps"] = plan.mean_token_delay_steps
-    if plan.is_cut_short:
-        out["is_cut_short"] = True
-    return out
+    optional = {name: msgspec.to_builtins(getattr(plan, name)) for name in _OPTIONAL}
+    return out | {name: value for name, value in optional.items() if value}
 
 
-class _OfTree(TypedDict, total=False):
-    segments: tuple[Segment, ...]
-    num_path_tokens: int
-    num_recomputed_tokens: int
-
-
+_OPTIONAL = ("left_out", "mean_token_delay_steps", "is_cut_short")
 _OF_TREES = ("segments", "num_path_tokens", "num_recomputed_tokens")
 
 
@@ -90,15 +81,9 @@ def _replica_to_json(packs: PackPlan, schedule: Schedule, times: PackTimes) -> d
 
 
 def _pack_to_json(pack: MicroPack) -> list[dict[str, Any]]:
-    extra: dict[str, Any] = {}
-    if pack.pad_to:
-        extra["pad_to"] = pack.pad_to
-    if isinstance(pack.sharding, str) and pack.sharding:
-        extra["sharding"] = pack.sharding
-    slices = [
-        {"doc_id": piece.doc_id, "start": piece.start, "stop": piece.stop, "cp": piece.cp, **extra}
-        for piece in pack.slices
-    ]
+    of_pack = {"pad_to": pack.pad_to, "sharding": "" if isinstance(pack.sharding, tuple) else pack.sharding}
+    extra = {name: value for name, value in of_pack.items() if value}
+    slices: list[dict[str, Any]] = [msgspec.to_builtins(piece) | extra for piece in pack.slices]
     if isinstance(pack.sharding, tuple):
         slices = [one | {"owner": owner} for one, owner in zip(slices, pack.sharding, strict=True)]
     return slices
@@ -110,15 +95,7 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
         step=data["step"],
         strategy=data["strategy"],
         layout=msgspec.convert(data["layout"], ParallelLayout),
-        documents=tuple(
-            Document(
-                doc_id=document["doc_id"],
-                num_tokens=document["num_tokens"],
-                num_label_tokens=document.get("num_label_tokens", document["num_tokens"] - 1),
-                **msgspec.convert({key: document[key] for key in _OF_TREES if key in document}, _OfTree),
-            )
-            for document in data["documents"]
-        ),
+        documents=tuple(map(_document_from_json, data["documents"])),
         num_label_tokens=data["num_label_tokens"],
         pack_plans=tuple(
             PackPlan(
@@ -147,6 +124,15 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
     return plan
 
 
+def _document_from_json(document: dict[str, Any]) -> Document:
+    return _from_known({"num_label_tokens": document["num_tokens"] - 1} | document, Document)
+
+
+def _from_known(tree: dict[str, Any], kind: type[_Struct]) -> _Struct:
+    """Convert the keys that are fields of a struct; readers ignore others."""
+    return msgspec.convert({key: tree[key] for key in kind.__struct_fields__ if key in tree}, kind)
+
+
 def _times_from_json(replica: dict[str, Any]) -> dict[str, Any]:
     optional = {f"{part}_s": replica.get(f"durations_{part}_s", []) for part in ("input", "weight")}
     whole = {f"{part}_s": replica[f"durations_{part}_s"] for part in ("forward", "backward")}
@@ -161,10 +147,7 @@ def _direction_from_json(replica: dict[str, Any], direction: Direction) -> tuple
         MicroPack(
             index=index,
             direction=direction,
-            slices=tuple(
-                Slice(doc_id=piece["doc_id"], start=piece["start"], stop=piece["stop"], cp=piece.get("cp", 1))
-                for piece in pack
-            ),
+            slices=tuple(_from_known(piece, Slice) for piece in pack),
             pad_to=pack[0].get("pad_to", 0) if pack else 0,
             sharding=_sharding_from_json(pack, f"{direction} pack {index}"),
             cost_s=max(durations[index], default=0.0),

@@ -4,8 +4,8 @@ A send is over when its receiver has posted the receive, which transports do not
 a deadlock. So both ends follow the plan's predicted starts (`freed_sends`): before an action that starts at t, a rank
 waits for the sends of a channel whose pack i is followed by a pack i + LAG that its receiver starts strictly before t.
 Every edge of the schedule goes to an equal or later start and every such wait to a strictly later one, so they form no
-circle, whatever the real durations. Where replicas that share packs (DP-Merge) predict different starts (plans made by
-hand), no send is waited for before the end of the step.
+circle, whatever the real durations. Replicas that share packs (DP-Merge) go by the places of actions in the order
+below, which they have in common, also where their predictions differ.
 
 Where all transfers of a rank share one first-in-first-out queue (`queued_order`), two ranks must post what they
 exchange in the same order. Both follow one order of all actions, in which each comes after what it needs, and a
@@ -21,7 +21,7 @@ prediction plus LAG packs a channel. O(actions log actions).
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -54,12 +54,13 @@ def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
     channels = sending_channels(plan.layout, pp_rank)
     actions = action_columns(plan.schedules[dp_rank])
     own = actions.of_rank(pp_rank)
-    if not channels or not _members_agree(plan):
+    if not channels:
         return ((),) * (own.stop - own.start)
-    start_s = simulate(timed_tasks(plan, dp_rank), actions).start_s
+    is_alone = _sharing_replicas(plan, dp_rank).size == 1
+    when = simulate(timed_tasks(plan, dp_rank), actions).start_s if is_alone else action_places(plan, dp_rank)
     # Packs of a stage run in index order, so their starts do not fall.
-    over = {channel: start_s[received_runs(plan.layout, actions, channel, pp_rank)] for channel in channels}
-    return freed_before(over, start_s[own])
+    over = {channel: when[received_runs(plan.layout, actions, channel, pp_rank)] for channel in channels}
+    return freed_before(over, when[own])
 
 
 def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.number]) -> FreedSends:
@@ -92,26 +93,11 @@ def runs_of(actions: ActionColumns, kind: str, stage: int) -> NDArray[np.bool_]:
     return (actions.stage == stage) & (actions.kind == _FORWARD if kind == "F" else is_backward)
 
 
-def _members_agree(plan: StepPlan) -> bool:
-    """Whether all replicas predict the same starts of the packs that they share."""
-    blocks_of = [
-        {(pack.direction, pack.index): block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward)}
-        for dp_rank, packs in enumerate(plan.pack_plans)
-    ]
-    if all(block.size == 1 for blocks in blocks_of for block in blocks.values()):
-        return True
-    starts: dict[ReplicaBlock, list[list[tuple]]] = defaultdict(list)
-    for dp_rank, blocks in enumerate(blocks_of):
-        start_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).start_s.tolist()
-        actions = [action for row in plan.schedules[dp_rank].ranks for action in row]
-        shared: dict[ReplicaBlock, list[tuple]] = defaultdict(list)
-        for action, start in zip(actions, start_s, strict=True):
-            block = blocks["forward" if action.kind == "F" else "backward", action.pack]
-            if block.size > 1:
-                shared[block].append((action.kind, action.stage, start))
-        for block, rows in shared.items():
-            starts[block].append(rows)
-    return all(rows == of_members[0] for of_members in starts.values() for rows in of_members)
+def _sharing_replicas(plan: StepPlan, dp_rank: int) -> ReplicaBlock:
+    """Return the replicas that share packs with this one, or with each other: blocks are nested."""
+    packs = plan.pack_plans[dp_rank]
+    blocks = (block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward))
+    return max(blocks, key=lambda block: block.size, default=ReplicaBlock(dp_rank, 1))
 
 
 def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: ChannelMode) -> TransferOrder:
@@ -168,72 +154,56 @@ def _before_sums(
 def action_places(plan: StepPlan, dp_rank: int) -> NDArray[np.int64]:
     """Return each action's place in the one order of all replicas that share packs; int64[n], aligned with
     `action_columns`. `InvalidPlanError` where actions wait for each other in a circle."""
-    packs = plan.pack_plans[dp_rank]
-    blocks = (block_of(plan, dp_rank, pack) for pack in (*packs.forward, *packs.backward))
-    # Blocks are nested, so the largest one holds all replicas that share packs with any of its members.
-    largest = max(blocks, key=lambda block: block.size, default=ReplicaBlock(dp_rank, 1))
-    graph = _Graph()
-    replicas = {member: graph.add_replica(plan, member) for member in largest.replicas}
-    return np.array(graph.order(), np.int64)[replicas[dp_rank]]
-
-
-class _Graph:
-    """Actions as nodes, each with the actions that wait for it."""
-
-    def __init__(self) -> None:
-        self._end_s: list[float] = []
-        self._waiting: list[list[int]] = []
-        self._num_needed: list[int] = []
-        self._shared: dict[tuple, int] = {}
-
-    def add_replica(self, plan: StepPlan, dp_rank: int) -> list[int]:
-        end_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).end_s.tolist()
-        nodes: list[int] = []
+    nodes_of: dict[int, list[int]] = {}
+    end_s: list[float] = []
+    needs: list[list[int]] = []
+    shared: dict[tuple, int] = {}
+    for member in _sharing_replicas(plan, dp_rank).replicas:
+        schedule = plan.schedules[member]
+        ends = iter(simulate(timed_tasks(plan, member), action_columns(schedule)).end_s.tolist())
+        nodes = nodes_of[member] = []
         outputs: dict[tuple[bool, int, int], int] = {}
-        for rank, row in enumerate(plan.schedules[dp_rank].ranks):
-            names = _shared_names(plan, dp_rank, rank, row)
-            own = [self._node(name, end_s[len(nodes) + at]) for at, name in enumerate(names)]
+        for rank, row in enumerate(schedule.ranks):
+            own = []
+            for name in _shared_names(plan, member, rank, row):
+                node = len(needs) if name is None else shared.setdefault(name, len(needs))
+                if node == len(needs):
+                    needs.append([])
+                    end_s.append(0.0)
+                needs[node] += own[-1:]
+                end_s[node] = max(end_s[node], next(ends))
+                own.append(node)
             nodes += own
-            for before, after in itertools.pairwise(own):
-                self._edge(before, after)
             outputs |= {(a.kind == "F", a.stage, a.pack): n for a, n in zip(row, own, strict=True) if a.kind != "W"}
         for (is_forward, stage, pack), node in outputs.items():
             source = outputs.get((is_forward, stage - 1 if is_forward else stage + 1, pack))
             if source is not None:
-                self._edge(source, node)
-        return nodes
+                needs[node].append(source)
+    return np.array(_ordered(needs, end_s), np.int64)[nodes_of[dp_rank]]
 
-    def order(self) -> list[int]:
-        places, num_placed = [0] * len(self._end_s), 0
-        ready = [(self._end_s[node], node) for node, count in enumerate(self._num_needed) if not count]
-        heapq.heapify(ready)
-        while ready:
-            _, node = heapq.heappop(ready)
-            places[node], num_placed = num_placed, num_placed + 1
-            for after in self._waiting[node]:
-                self._num_needed[after] -= 1
-                if not self._num_needed[after]:
-                    heapq.heappush(ready, (self._end_s[after], after))
-        if num_placed < len(places):
-            raise InvalidPlanError(
-                f"{len(places) - num_placed} of {len(places)} actions of replicas that share packs wait for each other "
-                "in a circle, so no order of transfers lets the step end; members have to run shared packs in one order"
-            )
-        return places
 
-    def _node(self, name: tuple | None, end_s: float) -> int:
-        new = len(self._end_s)
-        node = new if name is None else self._shared.setdefault(name, new)
-        if node == new:
-            self._end_s.append(end_s)
-            self._waiting.append([])
-            self._num_needed.append(0)
-        self._end_s[node] = max(self._end_s[node], end_s)
-        return node
-
-    def _edge(self, before: int, after: int) -> None:
-        self._waiting[before].append(after)
-        self._num_needed[after] += 1
+def _ordered(needs: list[list[int]], end_s: list[float]) -> list[int]:
+    """Return each action's place in an order by ends in which all that it needs comes before it."""
+    waiting: list[list[int]] = [[] for _ in needs]
+    for node, before in enumerate(needs):
+        for one in before:
+            waiting[one].append(node)
+    counts, places, num_placed = [len(before) for before in needs], [0] * len(needs), 0
+    ready = [(end_s[node], node) for node, count in enumerate(counts) if not count]
+    heapq.heapify(ready)
+    while ready:
+        _, node = heapq.heappop(ready)
+        places[node], num_placed = num_placed, num_placed + 1
+        for after in waiting[node]:
+            counts[after] -= 1
+            if not counts[after]:
+                heapq.heappush(ready, (end_s[after], after))
+    if num_placed < len(places):
+        raise InvalidPlanError(
+            f"{len(places) - num_placed} of {len(places)} actions of replicas that share packs wait for each other "
+            "in a circle, so no order of transfers lets the step end; members have to run shared packs in one order"
+        )
+    return places
 
 
 def _shared_names(plan: StepPlan, dp_rank: int, rank: int, row: Sequence[Action]) -> list[tuple | None]:

@@ -32,7 +32,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload.errors import InfeasiblePlanError
 from evenload.planning.deferral import DelayState
@@ -400,11 +399,8 @@ class FlexPlanner:
             key = batch, current
             if key not in self._found:
                 num_tokens = np.array([document.num_tokens for document in batch], np.int64)
-                self._found[key] = before[key] if key in before else self.search(num_tokens, current)
+                self._found[key] = before.get(key) or self.candidates.search(num_tokens, current)
         return [self._found[batch, current] for batch in known]
-
-    def search(self, num_tokens: NDArray[np.int64], current: ParallelLayout) -> MappingSearch:
-        return self.candidates.search(num_tokens, current)
 
     def switch_seconds(self, old: ParallelLayout, plan: StepPlan) -> float:
         """Predict the seconds of a switch from a layout to that of a step, which hides what it can, uncorrected."""

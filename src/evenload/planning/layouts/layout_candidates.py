@@ -267,7 +267,8 @@ class LayoutCandidates:
         counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
         result: list[tuple[float, ReplicatedStageCosts]] = []
         for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):
-            price = ReplicatedStageCosts(batch, coefficients, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+            of_count = {"depth": depth, "dp": 1, "micro_batches": count}
+            price = ReplicatedStageCosts(batch, coefficients, **of_count, cap_bytes=cap_bytes)
             result.append((price.least_replicated_seconds(of_stages), price))
             if result[0][0] >= HOPELESS * limit_s:
                 return []  # with the most micro-batches devices have the evenest shares
@@ -302,15 +303,12 @@ class LayoutCandidates:
             if layout.num_stages > layout.pp:
                 continue
             edges = (0, *(last for _, last in layout.stage_layers))
-            best: Mapping | None = None
+            priced: list[Mapping] = []
             for policy, batch in enumerate(batches):
-                for one in self._priced(layout, edges, batch(), policy, current):
-                    if best is None or (one.excess_bytes, one.step_s) < (best.excess_bytes, best.step_s):
-                        best = one
-                if best is not None and not best.excess_bytes:
+                priced += self._priced(layout, edges, batch(), policy, current)
+                if not all(one.excess_bytes for one in priced):
                     break  # the other policies pay time for memory that is not needed
-            assert best is not None, "there is at least one policy"
-            result.append(best)
+            result.append(min(priced, key=lambda one: (one.excess_bytes, one.step_s)))
         result.sort(key=lambda one: mapping_order(one, weight))
         return MappingSearch(tuple(result), len(result))
 

@@ -189,7 +189,7 @@ class MappingCosts:
         cap_bytes: int | None,
     ) -> None:
         model = batch.model
-        self._trains_all = not model.has_adapters
+        self._links, self._trains_all = coefficients, not model.has_adapters
         self._is_tied_whole = model.tied_embeddings and depth == 1
         self._norm, self._positions = model.norm_parameters, model.position_parameters
         self.num_layers, self.depth, self.dp, self.cap_bytes = model.num_layers, depth, dp, cap_bytes
@@ -210,9 +210,7 @@ class MappingCosts:
         self._weight_bytes = element
         self._trained_bytes = max(element, 4) + batch.optimizer_bytes / copies
         # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
-        latency_s = coefficients.ring_seconds(0.0, copies)
-        moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
-        self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
+        latency_s, self._s_per_parameter = coefficients.update_seconds(element, copies)
         self._fixed_s = largest_s + pack_s + 2 * (depth - 1) * p2p_s + 2 * latency_s
         self.even_edges = _even_edges(self.num_layers, depth)
         self._temp_bytes, self._logits_bytes = batch.temp_bytes(tokens)
@@ -495,19 +493,7 @@ def _end_layers(price: MappingCosts, layer: int) -> int:
 
 class ReplicatedStageCosts(MappingCosts):
     """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices;
-    `coefficients` of any layout of as many devices, for the links."""
-
-    def __init__(
-        self,
-        batch: BatchCosts,
-        coefficients: CostCoefficients,
-        *,
-        depth: int,
-        micro_batches: int,
-        cap_bytes: int | None,
-    ) -> None:
-        super().__init__(batch, coefficients, depth=depth, dp=1, micro_batches=micro_batches, cap_bytes=cap_bytes)
-        self._links = coefficients
+    `dp` is 1, and `coefficients` of any layout of as many devices, for the links."""
 
     @cached_property
     def _held_bytes(self) -> NDArray[np.float64]:
@@ -530,10 +516,7 @@ class ReplicatedStageCosts(MappingCosts):
         return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
 
     def after_seconds(self, first: Edge, last: Edge, devices: int) -> Any:
-        links, moved_bytes = self._links, max(self._weight_bytes, 4) + self._weight_bytes
-        latency_s = links.ring_seconds(0.0, devices)
-        parameter_s = links.ring_seconds(float(moved_bytes), devices) - latency_s
-        parameter_s += links.optimizer_s_per_parameter / devices
+        latency_s, parameter_s = self._links.update_seconds(self._weight_bytes, devices)
         return 2 * latency_s + parameter_s * self.trained_parameters(first, last)
 
     def replicated_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
@@ -593,8 +576,6 @@ def _cut(
         for more in more_of[stage]:
             # Wide stages so far, with this one; as many as are left must still find a stage.
             now = np.arange(max(more, wide - (depth - stage - 1)), min(stage + 1, wide) + 1)
-            if not len(now):
-                continue
             later = devices - least * (stage + 1) - now
             reached = np.maximum(best[now - more][:, :, None], tables[more].seconds(later))
             at = reached.argmin(axis=1)

@@ -34,7 +34,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,27 +165,17 @@ def moving_seconds(
 ) -> float:
     """Predict the seconds until all is there, of the busiest rank's busier side; links inside and between nodes work at
     once."""
-    seconds = 0.0
-    for leaves_node in (False, True):
-        some = [
-            move
-            for move in moves
-            if (move.source // coefficients.devices_per_node != move.target // coefficients.devices_per_node)
-            == leaves_node
-        ]
-        if some:
-            link = coefficients.device_link(leaves_node=leaves_node)
-            seconds = max(seconds, _link_seconds(some, pieces, link, of_state=of_state))
-    return seconds
+    by_link: dict[bool, list[Move]] = {}
+    for move in moves:
+        source, target = (rank // coefficients.devices_per_node for rank in (move.source, move.target))
+        by_link.setdefault(source != target, []).append(move)
+    links = ((some, coefficients.device_link(leaves_node=leaves_node)) for leaves_node, some in by_link.items())
+    return max((_link_seconds(some, pieces, link, of_state=of_state) for some, link in links), default=0.0)
 
 
 def _link_seconds(moves: Sequence[Move], pieces: Sequence[Piece], link: LinkSpec, *, of_state: bool) -> float:
-    sent, received, messages = Counter[int](), Counter[int](), Counter[int]()
-    for move in moves:
-        num_bytes = moved_bytes([move], pieces, of_state=of_state)
-        sent[move.source] += num_bytes
-        received[move.target] += num_bytes
-        messages[move.target] += 1
+    received, sent = (_bytes_by_rank(moves, pieces, side, of_state=of_state) for side in ("target", "source"))
+    messages = Counter(move.target for move in moves)
     busiest = max(*sent.values(), *received.values())
     return busiest / link.bandwidth_bytes_per_s + max(messages.values()) * link.latency_s
 
@@ -325,7 +315,7 @@ def switch_seconds(
     arranging_s = 0.0
     if copies is not None:
         machines = Counter[int]()
-        for rank, count in _received(incoming, moved.pieces, of_state=False).items():
+        for rank, count in _bytes_by_rank(incoming, moved.pieces, "target", of_state=False).items():
             machines[rank // moved.ranks_per_machine] += count * moved.tp
         weights_s += max(machines.values(), default=0) / copies.taken_bytes_per_s
         arranging_s = _arranging_seconds(copies, moved.pieces, old, new)
@@ -358,15 +348,17 @@ def _both_ways(moves: Sequence[Move], moved: SwitchPieces, coefficients: CostCoe
         return max(sent_s, _link_seconds(read, moved.pieces, link, of_state=of_state))
     if copies is None:
         return sent_s
-    received = _received(read, moved.pieces, of_state=of_state)
+    received = _bytes_by_rank(read, moved.pieces, "target", of_state=of_state)
     return max(sent_s, copies.seconds(received, moved.ranks_per_machine, moved.tp))
 
 
-def _received(moves: Sequence[Move], pieces: Sequence[Piece], *, of_state: bool) -> Counter[int]:
-    received = Counter[int]()
+def _bytes_by_rank(
+    moves: Sequence[Move], pieces: Sequence[Piece], side: Literal["source", "target"], *, of_state: bool
+) -> Counter[int]:
+    by_rank = Counter[int]()
     for move in moves:
-        received[move.target] += moved_bytes([move], pieces, of_state=of_state)
-    return received
+        by_rank[getattr(move, side)] += moved_bytes([move], pieces, of_state=of_state)
+    return by_rank
 
 
 class SwitchMemory(Frozen):
@@ -465,7 +457,8 @@ class ReceiveSeconds:
             )
         ]
         self._sums = np.pad(np.cumsum(seconds, axis=2), ((0, 0), (0, 0), (1, 0)))  # [link, device, units before]
-        self._devices = [_devices_of(new, stage) for stage in range(new.num_stages)]
+        span, of_stages = new.dp * new.cp * new.tp, map(new.ranks_of_stage, range(new.num_stages))
+        self._devices = [slice(ranks.start * span, ranks.stop * span) for ranks in of_stages]
         self._num_layers, self._is_tied = model.num_layers, model.tied_embeddings
         self._known: dict[tuple[int, int, int], float] = {}
 
@@ -488,11 +481,6 @@ def _bandwidth_bytes_per_s(coefficients: CostCoefficients, *, leaves_node: bool)
     if not leaves_node and (copies := coefficients.copies) is not None:
         return copies.rank_bytes_per_s
     return coefficients.device_link(leaves_node=leaves_node).bandwidth_bytes_per_s
-
-
-def _devices_of(layout: ParallelLayout, stage: int) -> slice:
-    span, ranks = layout.dp * layout.cp * layout.tp, layout.ranks_of_stage(stage)
-    return slice(ranks.start * span, ranks.stop * span)
 
 
 def _holds(layout: ParallelLayout, model: ModelSpec, devices: int) -> NDArray[np.bool_]:

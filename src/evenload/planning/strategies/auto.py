@@ -28,13 +28,14 @@ from evenload.planning.candidates import Order, ReplicaSearch, Setting, Trial, b
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.packing import pack_counts
 from evenload.planning.problem import CHOOSE, ReplicaChoice, SlowerPlanError, StepProblem, StrategyOptions
-from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best, work_s
+from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, heaviest, share_best, work_s
 from evenload.planning.strategies.slimpack import SLIMPACK, search_policies, slimpack_rules
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.schedule.step_collectives import step_end
+from evenload.types.base import require_at_least_one
 
 PROBE_SHARE = 0.5  # Of the budget: what the first replica may use to find good trials for all
 SLOWEST_SHARE = 0.5  # Of what is left: what one search of the slowest replica may use at a time
@@ -78,7 +79,7 @@ class _Refinement:
         busy = [search for search in result.own if len(search.documents)]
         if not busy:
             return
-        representative = max(busy, key=lambda search: search.work_s)
+        representative = heaviest(busy)
         if self._may_split:
             varied = [representative, *result.blocks.values()]
             splits = [[trial._replace(order=Order.LIST, split=True) for trial in best_packs(one)] for one in varied]
@@ -163,8 +164,7 @@ class AutoOptions(StrategyOptions, tag="auto"):
     time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_candidates < 1:
-            raise ConfigError(f"plan options: auto.max_candidates is {self.max_candidates}, must be at least 1")
+        require_at_least_one("plan options: auto.", self, "max_candidates")
         if not self.planning_share > 0:
             raise ConfigError(f"plan options: auto.planning_share is {self.planning_share}, must be above 0")
         if self.time_budget_s is not None and not self.time_budget_s > 0:

@@ -33,6 +33,7 @@ from evenload.planning.packing import (
     assign_replicas,
     best_fit_decreasing,
     longest_first,
+    longest_first_within,
     pack_counts,
     run_packs,
 )
@@ -40,6 +41,7 @@ from evenload.planning.problem import CHOOSE, Candidate, PlanOptions, ReplicaCho
 from evenload.planning.strategies.strategy import Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.static_schedules import ONE_F_ONE_B
+from evenload.types.base import require_at_least_one
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.text import counted
 
@@ -175,8 +177,7 @@ class BestFitOptions(StrategyOptions, tag="best_fit"):
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window_tokens is not None and self.window_tokens < 1:
-            raise ConfigError(f"plan options: best_fit.window_tokens is {self.window_tokens}, must be at least 1")
+        require_at_least_one("plan options: best_fit.", self, "window_tokens")
 
 
 def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
@@ -280,7 +281,8 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
     for count in counts:
         if result and count > len(documents):
             break  # more micro-batches than documents change nothing
-        groups = _groups(work_s, num_tokens, count, pp, options.max_pack_tokens)
+        groups = longest_first_within(work_s, count, pp, num_tokens, options.max_pack_tokens)
+        groups = [group for group in groups if group]
         if options.micro_batches is not None and options.max_pack_tokens is not None and len(groups) > count:
             tight = best_fit_decreasing(num_tokens, options.max_pack_tokens)
             groups = min(groups, tight, key=len)
@@ -291,18 +293,6 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
         if worse == ENOUGH_WORSE:
             break
     return min(result, key=Candidate.score)
-
-
-def _groups(
-    work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], count: int, pp: int, max_pack_tokens: int | None
-) -> list[list[int]]:
-    """Form LPT groups without empty ones; where the token limit needs more of them, the next multiple of pp."""
-    tokens = None if max_pack_tokens is None else num_tokens
-    while True:
-        groups = longest_first(work_s, count, num_tokens=tokens, capacity=max_pack_tokens)
-        if len(groups) <= count:
-            return [group for group in groups if group]
-        count = -(-len(groups) // pp) * pp
 
 
 BALANCED = Strategy(

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from evenload.cost.layer_counts import over_kinds, slice_pairs
 from evenload.errors import ConfigError
 from evenload.planning.deferral import Arrivals, DelayedChoice
-from evenload.planning.packing import assign_evenly, longest_first
+from evenload.planning.packing import assign_evenly, longest_first_within
 from evenload.planning.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.planning.strategies.strategy import Strategy
 
@@ -70,7 +70,12 @@ def exact_groups(
     Raises:
         ConfigError: highspy is not installed.
     """
-    highspy = require_highspy()
+    try:
+        import highspy
+    except ImportError as error:
+        raise ConfigError(
+            "exact solutions need the package highspy, which is not installed; pip install 'evenload[exact]'"
+        ) from error
     count, num_groups = len(work), len(start)
     if not count:
         return ExactGroups(((),) * num_groups, 0.0, 0.0)
@@ -78,15 +83,10 @@ def exact_groups(
     known = _largest(work, start)
     if known <= floor * (1 + OPTIMAL_GAP):
         return _result(work, start, floor)
-    order = np.argsort(-work, kind="stable")
-    model, scale = _model(highspy, work[order], num_groups, num_tokens[order], capacity)
-    solver = highspy.Highs()
-    # One thread and no clock but the limit: the same answer every time unless the limit stops it.
-    for option, value in (
-        ("output_flag", False), ("threads", 1), ("time_limit", float(time_limit_s)), ("mip_rel_gap", OPTIMAL_GAP / 2),
-    ):  # fmt: skip
-        solver.setOptionValue(option, value)
-    solver.passModel(model)
+    order, scale = np.argsort(-work, kind="stable"), float(work.sum()) / num_groups
+    solver = _solver(highspy, work[order] / scale, num_groups, num_tokens[order], capacity)
+    solver.setOptionValue("time_limit", float(time_limit_s))
+    solver.setOptionValue("mip_rel_gap", OPTIMAL_GAP / 2)
     solution = highspy.HighsSolution()
     solution.col_value = _start_values(order, start, known / scale)
     solver.setSolution(solution)
@@ -101,44 +101,26 @@ def exact_groups(
     return _result(work, best, max(floor, float(info.mip_dual_bound) * scale))
 
 
-def require_highspy() -> Any:
-    try:
-        import highspy
-    except ImportError as error:
-        raise ConfigError(
-            "exact solutions need the package highspy, which is not installed; pip install 'evenload[exact]'"
-        ) from error
-    return highspy
-
-
-def _model(
+def _solver(
     highspy: Any, work: NDArray[np.float64], num_groups: int, num_tokens: NDArray[np.int64], capacity: int
-) -> tuple[Any, float]:
-    """Build the MILP; columns are x row by row, then t; works are divided by `scale` so that t is near 1."""
-    n, m = len(work), num_groups
-    scale = float(work.sum()) / m
-    columns = n * m + 1
-    groups = np.arange(n * m).reshape(n, m)
-    upper = np.ones(columns)
-    upper[:-1] = (np.arange(m)[None, :] <= np.arange(n)[:, None]).ravel()
-    lower = np.zeros(columns)
-    lower[-1], upper[-1] = max(1.0, float(work.max()) / scale), highspy.kHighsInf
-    works = [(np.append(groups[:, group], columns - 1), np.append(work / scale, -1.0)) for group in range(m)]
-    tokens = [(groups[:, group], num_tokens.astype(np.float64)) for group in range(m)]
-    rows = [(groups[i], np.ones(m)) for i in range(n)] + works + tokens
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = columns, len(rows)
-    cost = np.zeros(columns)
-    cost[-1] = 1.0
-    model.col_cost_, model.col_lower_, model.col_upper_ = cost, lower, upper
-    model.row_lower_ = np.repeat([1.0, -highspy.kHighsInf, -highspy.kHighsInf], [n, m, m])
-    model.row_upper_ = np.repeat([1.0, 0.0, float(capacity)], [n, m, m])
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.cumsum([0, *(len(index) for index, _ in rows)]).astype(np.int32)
-    model.a_matrix_.index_ = np.concatenate([index for index, _ in rows]).astype(np.int32)
-    model.a_matrix_.value_ = np.concatenate([value for _, value in rows])
-    model.integrality_ = [highspy.HighsVarType.kInteger] * (columns - 1) + [highspy.HighsVarType.kContinuous]
-    return model, scale
+) -> Any:
+    """State the MILP: columns are x row by row, then t, in units of `work`'s; one thread, so the same answer always."""
+    n, last, unlimited = len(work), len(work) * num_groups, highspy.kHighsInf
+    groups = np.arange(last, dtype=np.int32).reshape(n, num_groups)
+    upper = np.append((np.arange(num_groups)[None, :] <= np.arange(n)[:, None]).ravel(), unlimited)
+    lower, cost = np.append(np.zeros(last), max(1.0, float(work.max()))), np.append(np.zeros(last), 1.0)
+    rows = [(1.0, 1.0, groups[i], np.ones(num_groups)) for i in range(n)]
+    for group in groups.T:
+        rows.append((-unlimited, 0.0, np.append(group, np.int32(last)), np.append(work, -1.0)))
+        rows.append((-unlimited, float(capacity), np.ascontiguousarray(group), num_tokens.astype(np.float64)))
+    solver, none = highspy.Highs(), np.empty(0, np.int32)
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.addCols(last + 1, cost, lower, upper, 0, none, none, np.empty(0))
+    solver.changeColsIntegrality(last, groups.ravel(), np.full(last, highspy.HighsVarType.kInteger, np.uint8))
+    for low, high, columns, values in rows:
+        solver.addRow(low, high, len(columns), columns, values)
+    return solver
 
 
 def _start_values(order: NDArray[np.int64], start: list[list[int]], objective: float) -> list[float]:
@@ -212,11 +194,7 @@ def _num_windows(problem: StepProblem, name: str) -> int:
 
 def _greedy(problem: StepProblem, work: NDArray[np.float64], num_windows: int) -> tuple[list[list[int]], str]:
     capacity, dp = problem.options.max_pack_tokens, problem.layout.dp
-    while True:
-        windows = longest_first(work, num_windows, num_tokens=problem.num_tokens, capacity=capacity)
-        if len(windows) <= num_windows:
-            return windows, ""
-        num_windows = -(-len(windows) // dp) * dp
+    return longest_first_within(work, num_windows, dp, problem.num_tokens, capacity), ""
 
 
 def _exact(problem: StepProblem, work: NDArray[np.float64], num_windows: int) -> tuple[list[list[int]], str]:

@@ -10,6 +10,7 @@ from evenload.errors import ConfigError
 from evenload.planning.problem import StrategyOptions
 from evenload.planning.strategies.baselines import plan_balanced
 from evenload.planning.strategies.strategy import Strategy
+from evenload.types.base import require_at_least_one
 
 
 class FlexOptions(StrategyOptions, tag="flexpipe"):
@@ -51,8 +52,10 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     most_groups: int = 256
 
     def __post_init__(self) -> None:
-        least = {"known_steps": 1, "finalists": 1, "patience_steps": 1, "overhead_s": 0.0, "most_layouts": 2}
-        for field, low in (least | {"most_groups": 1}).items():
+        require_at_least_one(
+            "plan options: flexpipe.", self, "known_steps", "finalists", "patience_steps", "most_groups"
+        )
+        for field, low in (("overhead_s", 0.0), ("most_layouts", 2)):
             if getattr(self, field) < low:
                 raise ConfigError(f"plan options: flexpipe.{field} is {getattr(self, field)}, must be at least {low}")
         if not 0 <= self.margin < 1:

@@ -49,6 +49,7 @@ from evenload.planning.search import (
     SearchRules,
     best_packs,
     even_out,
+    heaviest,
     rank_policies,
     rate_merges,
     search_merged,
@@ -134,8 +135,8 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     if any(result.blocks for _, result in steps):
         # What phases take together is known when they are joined; before that, only an upper bound.
         planned = [(problem, result.choices()) for problem, result in steps]
-        if any(result.has_unequal_blocks for _, result in steps):
-            # How well such ranks share a document is known as they will run.
+        if any(problem.layout.dp % block.size for problem, result in steps for block in result.blocks):
+            # How well groups of such sizes share a document is known as they will run.
             planned = [(problem, repriced_choices(problem, choices)) for problem, choices in planned]
         return min(planned, key=lambda one: worst_score(one[1]))
     problem, result = min(steps, key=lambda step: step[1].score_key()[:2])
@@ -146,12 +147,12 @@ def _may_suit(result: SearchResult, orders: Sequence[Order | ScheduleRule]) -> b
     """Check whether the heaviest replica's best packs are not clearly slower under other orders than under their
     own."""
     busy = [search for search in (*result.own, *result.blocks.values()) if len(search.documents)]
-    heaviest = max(busy, key=lambda search: search.work_s, default=None)
-    if heaviest is None:
+    if not busy:
         return False
-    other = heaviest.over(heaviest.documents)
-    score([(other, [trial_under(trial.setting, order) for trial in best_packs(heaviest) for order in orders])])
-    (excess, seconds), score_key = other.score_key(other.best()), heaviest.score_key(heaviest.best())
+    one = heaviest(busy)
+    other = one.over(one.documents)
+    score([(other, [trial_under(trial.setting, order) for trial in best_packs(one) for order in orders])])
+    (excess, seconds), score_key = other.score_key(other.best()), one.score_key(one.best())
     return (excess, PROMISING * seconds) < score_key
 
 

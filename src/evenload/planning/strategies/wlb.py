@@ -39,6 +39,7 @@ from evenload.planning.deferral import (
 from evenload.planning.packing import LEFT_OVER, assign_evenly, members_of, pack_greedily
 from evenload.planning.problem import ReplicaChoice, SlowerPlanError, StepProblem, StrategyOptions
 from evenload.planning.strategies.strategy import Strategy
+from evenload.types.base import require_at_least_one
 
 MORE_MICRO_BATCHES = (2, 4)  # Multiples of N that are tried too
 PUBLISHED_NOTE = "as published: Algorithm 1's queues, one number of micro-batches"
@@ -66,8 +67,7 @@ class WlbOptions(StrategyOptions, tag="wlb"):
     outlier_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.outlier_queues < 1:
-            raise ConfigError(f"plan options: wlb.outlier_queues is {self.outlier_queues}, must be at least 1")
+        require_at_least_one("plan options: wlb.", self, "outlier_queues")
         lengths = self.outlier_lengths or ()
         if any(length < 1 for length in lengths) or sorted(set(lengths)) != list(lengths):
             raise ConfigError(f"plan options: wlb.outlier_lengths {list(lengths)} must ascend and be at least 1")
@@ -75,9 +75,8 @@ class WlbOptions(StrategyOptions, tag="wlb"):
 
 def plan_wlb(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     problem = _as_configured(problem)
-    everything = np.ones(len(problem.num_tokens), bool)
-    count = _base_count(problem, problem.num_tokens)
-    return _fastest(problem, *_pack(problem, _longest_first(problem, everything), everything, count))
+    count, everything = _base_count(problem, problem.num_tokens), np.arange(len(problem.num_tokens))
+    return _fastest(problem, *_pack(problem, everything, everything >= 0, count))
 
 
 def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
@@ -96,7 +95,7 @@ def delay_wlb(problem: StepProblem, arrivals: Arrivals) -> DelayedChoice:
     else:
         due = _due_by_balance(problem, arrivals, overdue, count)
     # Left-over and overdue documents first, then the longest, as the greedy packing wants them.
-    order = _longest_first(problem, due)
+    order = _longest_first(problem, np.flatnonzero(due))
     if not arrivals.is_last:
         first = (arrivals.is_left_over | overdue)[order]
         order = np.concatenate([order[first], order[~first]])
@@ -113,9 +112,8 @@ def _as_configured(problem: StepProblem) -> StepProblem:
     return replace(problem, options=options.with_own(msgspec.structs.replace(own, release="queues")))
 
 
-def _longest_first(problem: StepProblem, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    documents = np.flatnonzero(chosen)
-    return documents[np.argsort(-problem.document_s[documents], kind="stable")]
+def _longest_first(problem: StepProblem, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    return documents[np.lexsort((documents, -problem.document_s[documents]))]
 
 
 def _base_count(problem: StepProblem, num_tokens: NDArray[np.int64]) -> int:
@@ -189,7 +187,7 @@ def _pack(
     documents that must be trained need more."""
     unit, limit = problem.layout.dp * problem.layout.pp, problem.options.max_pack_tokens
     if must[order].all():
-        order = order[np.lexsort((order, -problem.document_s[order]))]
+        order = _longest_first(problem, order)
     sizes, work_s = problem.num_tokens[order], problem.document_s[order]
     while True:
         group_of = pack_greedily(work_s, sizes, count, limit)
@@ -205,8 +203,7 @@ def _fastest(
 ) -> tuple[ReplicaChoice, ...]:
     """Choose between the groups and the same documents in more of them: within memory, the fastest by simulation."""
     tried = [members_of(group_of, order, count)]
-    documents = order[group_of != LEFT_OVER]
-    documents = documents[np.lexsort((documents, -problem.document_s[documents]))]
+    documents = _longest_first(problem, order[group_of != LEFT_OVER])
     sizes, work_s = problem.num_tokens[documents], problem.document_s[documents]
     for factor in MORE_MICRO_BATCHES[: problem.options.candidates - 1]:
         if problem.options.micro_batches is not None or factor * count > 2 * len(documents):
