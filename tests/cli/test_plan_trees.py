@@ -110,3 +110,17 @@ MODEL = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 4096,
 }
+
+
+def test_replicas_share_a_tree_that_is_too_large_for_one(groups, tmp_path):
+    rng = np.random.default_rng(1)
+    large = [groups[0][0][:100] + rng.integers(0, 1000, 900).tolist() for _ in range(12)]
+    trees = write(tmp_path / "groups.jsonl", [{"input_ids": large}, {"input_ids": groups[1][:1]}])
+    found = evenload.plan(trees, **WHERE, documents=2, context=16384, strategy="balanced,slimpack", worst=1)
+    for name in ("balanced", "slimpack"):
+        (plan,) = found.plans(name)
+        assert len(plan.documents) == 3, "the tree in two parts"
+        assert found[name].imbalance_dp < 1.2, "12 answers cannot be dealt more evenly; the whole tree would be 1.7"
+    assert found.savings.recomputed_tokens == 100
+    assert found.savings.unique_tokens == 100 + 12 * 900 + 100 + len(groups[1][0])
+    assert found.worst[0].documents == 3

@@ -17,6 +17,7 @@ from evenload.data.lengths import TreeLengths
 from evenload.errors import ConfigError, DataError
 from evenload.planning.deferral import DelayState
 from evenload.planning.planner import Proposal, StepPlanner
+from evenload.planning.tree_runs import in_parts
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, LeftOut
 
@@ -178,13 +179,13 @@ def no_progress(done: int, total: int, what: str) -> None:
 def plan_steps(
     planner: StepPlanner, batches: Sequence[SampledBatch], name: str
 ) -> tuple[list[Proposal], list[float], int]:
-    """Plan every step in one layout; return the proposals, the seconds that each took, and the tokens deferred. Raises
-    as `StepPlanner.propose`."""
+    """Plan every step in one layout, as a run does: large trees in parts. Return the proposals, the seconds that each
+    took, and the tokens deferred. Raises as `StepPlanner.propose`."""
     proposals: list[Proposal] = []
     plan_time_s: list[float] = []
     state, carried, deferred_tokens = DelayState(), (), 0
     for step, batch in enumerate(batches):
-        documents: tuple[Document, ...] = (*carried, *batch.documents)
+        documents: tuple[Document, ...] = (*carried, *in_parts(batch.documents, planner.costs))
         is_last = step == len(batches) - 1
         started = time.perf_counter()
         proposal = planner.propose(step, documents, name, batch.left_out, state=state, is_last=is_last)

@@ -8,7 +8,7 @@ be recomputed or offloaded, or that takes more memory. That no other is worse is
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from evenload.data.lengths import TreeLengths
 from evenload.explore.batches import NO_TREES, BatchRule, OnProgress, SampledBatch, no_progress
 from evenload.planning.planner import Proposal, StepPlanner
 from evenload.planning.strategies.registry import strategy_named
+from evenload.planning.tree_runs import in_parts
 from evenload.types.base import Frozen
 
 _EXCHANGED = 8  # most documents by which a neighbour differs
@@ -94,6 +95,7 @@ def find_worst(
             assert worst is not None
             order, drawn = _neighbour(worst, generator), worst.drawn.removesuffix(_NEAR) + _NEAR
         batch = draw(order)
+        batch = replace(batch, documents=in_parts(batch.documents, planner.costs))
         planned = _Planned(order, drawn, batch, planner.propose(0, batch.documents, strategy))
         if worst is None or planned.need > worst.need:
             worst = planned

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.planning.packing import longest_first
-from evenload.types.document import Document
+from evenload.types.document import Document, parts_of
+from evenload.types.tree import shape_of
 from evenload.types.tree_columns import TreeColumns, lengths_of
 
 GAIN = 1.01  # Fullest over mean replica that is even enough, and what cuts must gain to be worth it
@@ -75,6 +76,17 @@ def tree_cuts(documents: Sequence[Document], costs: PackCosts) -> dict[int, list
         if one.start:
             cuts.setdefault(documents[one.document].doc_id, []).append(one.start)
     return cuts
+
+
+def in_parts(documents: Sequence[Document], costs: PackCosts) -> tuple[Document, ...]:
+    """Return documents with trees in parts as `tree_cuts` says, every token of which is a label."""
+    cuts = tree_cuts(documents, costs)
+    made: list[Document] = []
+    for one in documents:
+        labels = [segment.num_tokens for segment in one.segments]
+        parts = shape_of(one.segments).parts(cuts[one.doc_id]) if one.doc_id in cuts else ()
+        made += parts_of(one, parts, labels) or [one]
+    return tuple(made)
 
 
 def _leaves_of(trees: TreeColumns, costs: PackCosts) -> list[_Leaves]:
