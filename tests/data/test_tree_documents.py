@@ -65,6 +65,7 @@ def read_all(config, **others):
     for batch in batches:
         for document in batch.documents:
             found.update(trained_in(document, batch.tokens))
+            assert document.num_tokens <= config.most_tree_tokens
     loader.close()
     return [document for batch in batches for document in batch.documents], found
 

@@ -94,6 +94,9 @@ def test_parts_are_the_paths_to_their_leaves_and_each_row_is_first_in_one(segmen
 @given(documents_with_trees(most_tokens=40, most=5), st.integers(1, 4), st.sampled_from([1, 3]))
 def test_no_replica_gets_more_than_by_whole_trees(documents: tuple[Document, ...], dp: int, pp: int) -> None:
     costs = costs_of(dp, pp)
+    lengths, trees = lengths_of(documents)
+    whole_s = costs.document_seconds(lengths, trees=trees)
+    np.testing.assert_allclose(trees.sums(costs.segment_seconds(trees))[trees.is_tree], whole_s[trees.is_tree])
     cuts = tree_cuts(documents, costs)
     parts = cut(documents, cuts)
     assert sum(one.num_label_tokens for one in parts) == sum(
@@ -103,8 +106,7 @@ def test_no_replica_gets_more_than_by_whole_trees(documents: tuple[Document, ...
     if cuts:
         assert dp > 1
         assert fullest_s(parts, costs) < fullest_s(documents, costs) / GAIN
-        lengths, trees = lengths_of(documents)
-        assert fullest_s(parts, costs) > costs.document_seconds(lengths, trees=trees).sum() / dp
+        assert fullest_s(parts, costs) > whole_s.sum() / dp
     else:
         assert parts == list(documents)
 
@@ -139,8 +141,10 @@ def test_one_large_tree_is_shared_out_and_trees_that_are_even_stay_whole() -> No
     assert [part.num_recomputed_tokens for part in cut((again,), {0: [8]})] == [9, 400]
     assert tree_cuts(documents, costs_of(1)) == {}
     assert tree_cuts([msgspec.structs.replace(one, doc_id=at) for at in range(16)], costs) == {}
-    # Leaves of a long prompt cost hardly less than alone.
-    assert tree_cuts([tree_document(0, group_of(4000, [1] * 4)), plain_document(1, 4000)], costs_of(2)) == {}
+    # What is gained behind a long prompt must be worth a cut.
+    little, enough = (tree_document(0, group_of(4000, [size] * 4)) for size in (1, 30))
+    assert tree_cuts([little], costs_of(2)) == {}
+    assert tree_cuts([enough], costs_of(2)) == {0: [2]}
 
 
 @pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
