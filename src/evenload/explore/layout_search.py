@@ -246,10 +246,8 @@ class LayoutSearch:
                 why = NOT_LOOKED_AT
             elif len(times_s) >= FINALISTS and least_s > times_s[FINALISTS - 1]:
                 why = f"no plan in it takes less than {least_s:.3g} s, and {FINALISTS} layouts do"
-            if why:
-                rated.append((sizes, _result_of(sizes)(feasible=False, why=why, is_planned=False)))
-                continue
-            rated.append(self._rate(sizes, strategy))
+            left_out = sizes, _result_of(sizes)(feasible=False, why=why, is_planned=False)
+            rated.append(left_out if why else self._rate(sizes, strategy))
         return sorted(rated, key=lambda pair: _order(pair[1]))
 
     def _rate(self, sizes: ParallelLayout, strategy: str) -> tuple[ParallelLayout, LayoutResult]:
