@@ -35,8 +35,8 @@ def trl_encoding(tokenizer, prompt, completion):
     """As TRL: the prompt's tokens counted off from those of both; None where they do not begin the whole."""
     if not completion.endswith("</s>"):
         completion += "</s>"
-    whole = tokenizer.encode(prompt + completion).tolist()
-    before = tokenizer.encode(prompt).tolist()
+    whole = tokenizer.encode_batch([prompt + completion])[0].tolist()
+    before = tokenizer.encode_batch([prompt])[0].tolist()
     if whole[: len(before)] != before:
         return None
     labels = [-100] * len(before) + whole[len(before) :]
@@ -55,7 +55,7 @@ def test_completions_are_labels_as_in_trl(tokenizer, encoder, prompt, completion
     if expected is not None:
         assert (document.tokens.tolist(), document.labels.tolist()) == expected
     assert (
-        tokenizer.encode(prompt + completion).tolist()
+        tokenizer.encode_batch([prompt + completion])[0].tolist()
         == document.tokens[: len(document.tokens) - (not has_end)].tolist()
     )
     assert document.tokens[-1] == tokenizer.eos_id
@@ -77,7 +77,7 @@ def test_a_token_over_the_border_is_prompt(tokenizer, encoder):
 def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tokenizer):
     settings = {"record": "prompt_completion", "tokenizer": str(directory)}
     bare = open_encoder(encoder_config(append_eos=False, **settings)).encode(("and", " so"))
-    assert bare.tokens.tolist() == tokenizer.encode("and so").tolist()
+    assert bare.tokens.tolist() == tokenizer.encode_batch(["and so"])[0].tolist()
     every = open_encoder(encoder_config(loss_on="all", **settings)).encode(("and", " so"))
     assert every.labels is None
     assert every.tokens.tolist() == [*bare.tokens, tokenizer.eos_id]

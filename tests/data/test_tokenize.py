@@ -17,7 +17,7 @@ TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat", "naïve
 @given(st.text())
 def test_byte_tokens_are_the_utf8_bytes(text):
     tokenizer = ByteTokenizer()
-    tokens = tokenizer.encode(text)
+    tokens = tokenizer.encode_batch([text])[0]
     assert tokens.dtype == np.int32
     assert tokens.tolist() == list(text.encode())
     assert tokenizer.decode(np.append(tokens, tokenizer.eos_id)) == text
@@ -34,14 +34,14 @@ def test_trained_tokenizer_round_trips_through_its_file(trained):
     path, tokenizer = trained
     for again in (FileTokenizer(path), FileTokenizer(path.parent)):
         for text in [*TEXTS[:3], " leading space", "\n\t", "bytes \x00 ÿ"]:
-            tokens = again.encode(text)
+            tokens = again.encode_batch([text])[0]
             assert tokens.dtype == np.int32
-            assert tokens.tolist() == tokenizer.encode(text).tolist()
+            assert tokens.tolist() == tokenizer.encode_batch([text])[0].tolist()
             assert again.decode(tokens) == text
             assert tokens.min() >= 0
             assert tokens.max() < again.vocab_size
         assert again.name == tokenizer.name
-    assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0].encode())
+    assert len(tokenizer.encode_batch([TEXTS[0]])[0]) < len(TEXTS[0].encode())
     assert tokenizer.vocab_size <= 300
     assert required_eos(tokenizer) == tokenizer.special_tokens()["<|endoftext|>"]
 
@@ -64,7 +64,9 @@ def test_truncation_and_padding_inside_the_file_are_switched_off(trained, tmp_pa
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert FileTokenizer(tmp_path).encode(TEXTS[1]).tolist() == trained[1].encode(TEXTS[1]).tolist()
+    assert (
+        FileTokenizer(tmp_path).encode_batch([TEXTS[1]])[0].tolist() == trained[1].encode_batch([TEXTS[1]])[0].tolist()
+    )
 
 
 def write_variant(trained, tmp_path, token, config=None):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spread_of_repeats
 from evenload.calibrate.kernels import TOKENS, copy_work, head_work, matmul_flops_per_s, optimizer_work, weight_seconds
-from evenload.calibrate.links import TransferKind, median_link, median_overlap, overlap_cost, quick_links
+from evenload.calibrate.links import TransferKind, median_link, median_of, overlap_cost, quick_links
 from evenload.calibrate.rounds import (
     FEW_LAYERS,
     NEEDED_ROUNDS,
@@ -140,7 +140,7 @@ def coefficients_of(
         tensor_exposed_share=0.0 if tp > 1 else 1.0,
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
-        overlap=median_overlap([rank.overlap for rank in ranks]),
+        overlap=median_of([rank.overlap for rank in ranks]),
         measured_on=MeasuredOn(model=model, **sizes, noise=max_noise(ranks), is_cut_short=is_cut_short),
     )
     hidden_share = 0.0 if is_cpu else fitted.context_hidden_share

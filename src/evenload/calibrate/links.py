@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from evenload.runtime.comm.collectives import ContextGroup, ThreadQueue, all_gat
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.types.cluster import LinkSpec
 
+Measured = TypeVar("Measured", LinkSpec, OverlapCost)
 TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
 
 QUICK_BYTES = (64, 1 << 20, 4 << 20)  # sizes at the start of a run
@@ -51,8 +52,10 @@ def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
         yield pipeline
     if (size := mesh.data_size) > 1:
         # Apart: gloo sums in twice the time in which it gathers.
-        yield _collective("reduction", size, size - 1, mesh, functools.partial(_reduce_scatter, mesh))
-        yield _collective("gather", size, size - 1, mesh, functools.partial(_all_gather, mesh))
+        scatter = functools.partial(reduce_scatter_single, op=dist.ReduceOp.SUM, group=mesh.data)
+        yield _collective("reduction", size, size - 1, mesh, scatter)
+        gather = functools.partial(all_gather_single, group=mesh.data)
+        yield _collective("gather", size, size - 1, mesh, lambda own, whole: gather(whole, own))
     if mesh.context:
         group = mesh.context[max(mesh.context, key=lambda block: block.size)]
         yield _collective("context", group.size, 2 * (group.size - 1), mesh, functools.partial(_exchange, group))
@@ -105,12 +108,16 @@ def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
 
 def median_link(ranks: Sequence[Mapping[TransferKind, LinkSpec]], *kinds: TransferKind) -> LinkSpec | None:
     """Return the median over ranks of the first of these kinds that each measured; None = none did."""
-    known = [next((links[kind] for kind in kinds if kind in links), None) for links in ranks]
-    pairs = [(link.bandwidth_bytes_per_s, link.latency_s) for link in known if link is not None]
-    if not pairs:
+    return median_of([next((links[kind] for kind in kinds if kind in links), None) for links in ranks])
+
+
+def median_of(ranks: Sequence[Measured | None]) -> Measured | None:
+    """Return the medians, field by field, over the ranks that measured; None = none did."""
+    known = [one for one in ranks if one is not None]
+    if not known:
         return None
-    bandwidth, latency_s = np.median(pairs, axis=0).tolist()
-    return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+    medians = np.median([msgspec.structs.astuple(one) for one in known], axis=0).tolist()
+    return type(known[0])(**dict(zip(known[0].__struct_fields__, medians, strict=True)))
 
 
 def _pipeline(mesh: Mesh) -> TransferWork | None:
@@ -143,19 +150,15 @@ def _collective(
 
     def call(num_bytes: int) -> Callable[[], object]:
         own = _zeros(num_bytes, mesh)
-        return functools.partial(run, own, own.new_zeros(ranks * own.numel()))
+        whole = own.new_zeros(ranks * own.numel())
+
+        def transfer() -> None:
+            with mesh.watch.waiting("calibration"):
+                run(own, whole)
+
+        return transfer
 
     return TransferWork(kind, ranks, hops, call)
-
-
-def _reduce_scatter(mesh: Mesh, own: torch.Tensor, whole: torch.Tensor) -> None:
-    with mesh.watch.waiting("calibration"):
-        reduce_scatter_single(own, whole, op=dist.ReduceOp.SUM, group=mesh.data)
-
-
-def _all_gather(mesh: Mesh, own: torch.Tensor, whole: torch.Tensor) -> None:
-    with mesh.watch.waiting("calibration"):
-        all_gather_single(whole, own, group=mesh.data)
 
 
 def _exchange(group: ContextGroup, own: torch.Tensor, whole: torch.Tensor) -> None:
@@ -207,16 +210,7 @@ def measured_overlap(meshes: Meshes) -> OverlapCost | None:
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
     everyone: list[OverlapCost | None] = [None] * mesh.num_ranks
     dist.all_gather_object(everyone, None if mesh.is_idle else overlap_cost(mesh), group=mesh.control)
-    return median_overlap(everyone)
-
-
-def median_overlap(ranks: Sequence[OverlapCost | None]) -> OverlapCost | None:
-    """Return the medians over the ranks that measured; None = none did."""
-    pairs = [(one.communication_slowdown, one.compute_slowdown) for one in ranks if one is not None]
-    if not pairs:
-        return None
-    communication, compute = np.median(pairs, axis=0).tolist()
-    return OverlapCost(communication_slowdown=communication, compute_slowdown=compute)
+    return median_of(everyone)
 
 
 def _trial(mesh: Mesh, group: dist.ProcessGroup, transfer: Callable[[], None]) -> tuple[float, float]:

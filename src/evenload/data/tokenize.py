@@ -130,11 +130,8 @@ class ByteTokenizer:
     vocab_size: int = _BYTE_VALUES + 1
     eos_id: int | None = _BYTE_VALUES
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
-
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        return [self.encode(text) for text in texts]
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
         located = []
@@ -184,9 +181,6 @@ class FileTokenizer:
         if is_changed or splits:
             content += repr((self._tokenizer.get_added_tokens_decoder(), splits)).encode()
         self.name = f"{file.name} {hashlib.sha256(content).hexdigest()[:16]}"
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         # The fast variant leaves offsets out, which costs a fifth less.

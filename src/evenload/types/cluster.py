@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from evenload.errors import ConfigError, nearest_name
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, require_at_least_one
 
 DeviceKind = Literal["cpu", "cuda"]
 """What a rank of `evenload train` computes on."""
@@ -104,15 +104,7 @@ class ClusterSpec(Frozen):
     host_memory_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.devices_per_node < 1:
-            raise ConfigError(
-                f"cluster {self.name}: {self.num_nodes} nodes of {self.devices_per_node} devices; both must be >= 1"
-            )
-        if self.nics_per_node is not None and self.nics_per_node < 1:
-            raise ConfigError(
-                f"cluster {self.name}: nics_per_node is {self.nics_per_node}, must be >= 1; leave it out where every "
-                "device has an adapter of its own"
-            )
+        require_at_least_one(f"cluster {self.name}: ", self, "num_nodes", "devices_per_node", "nics_per_node")
         for field in ("host_memory_bytes", "host_memory_bytes_per_s"):
             value = getattr(self, field)
             if value is not None and not value > 0:

@@ -124,7 +124,7 @@ def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, direct
     loaded = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     added = sorted(ours.added_tokens | set(loaded.get_added_vocab()))
     text = _PROBE + "".join(f"a{token}b {token} c" for token in added)
-    whole = [*opening, *ours.encode(text).tolist()]
+    whole = [*opening, *ours.encode_batch([text])[0].tolist()]
     try:
         return loaded, loaded(text, verbose=False)["input_ids"][: len(whole)] == whole
     except Exception:  # its class looks for tokens that the vocabulary lacks
