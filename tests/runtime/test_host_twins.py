@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.planning.layouts.moves import Move, Piece, shared_bytes, shared_pieces
-from evenload.runtime.stages.host_twins import HostTwins
-from evenload.runtime.stages.twin_layer import WEIGHTS, OtherProcess, TwinError, place_pieces
+from evenload.runtime.stages.twin_layer import WEIGHTS, HostTwins, OtherProcess, TwinError, place_pieces
 from evenload.types.layout import even_layout
 from fake_streams import Device
 

@@ -114,7 +114,7 @@ def test_host_memory_is_written_again_after_the_last_copy_that_reads_it(device):
         places.append(host.pieces[0].data_ptr())
         out()
         back, copy = copies.to_device(host.pieces, CPU)
-        copies.free(host)
+        copies.arena.free(host)
         backs.append((back, copy))
     assert len(set(places)) == 1
     for _, copy in backs:

@@ -24,7 +24,7 @@ PIECES = [
 def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source, monkeypatch):
     """The budget held the first piece, which two machines of two ranks each have on the first one alone."""
     read = []
-    monkeypatch.setattr(live_stages, "gather_from_all", lambda mine, mesh: [[0], [0], [], []])
+    monkeypatch.setattr(live_stages, "gather_from_all", lambda mine, mesh, what: [[0], [0], [], []])
     monkeypatch.setattr(live_stages, "_LEAST_BYTES", 100)
     mesh = SimpleNamespace(rank=rank, num_ranks=4)
     twins = SimpleNamespace(

@@ -59,11 +59,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def synchronize_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def seconds_now(device: torch.device) -> float:
     """Return the host's seconds once everything queued to compute is done; transfers in other streams may go on."""
     if device.type == "cuda":

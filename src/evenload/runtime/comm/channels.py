@@ -12,7 +12,7 @@ Price: the memory of open receives.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -58,12 +58,10 @@ class ChannelEnd:
         """Post the receive of a pack's tensor, without waiting; the result waits for it."""
         carried = self.carried
         tensor = torch.empty(rows, carried.hidden_size, dtype=carried.dtype, device=carried.device)
-        where = nullcontext()
         if carried.stream is not None:
             # Kernels that were queued before may still read what lay in this memory.
             carried.stream.wait_stream(torch.cuda.current_stream(carried.device))
-            where = torch.cuda.stream(carried.stream)
-        with where, self.waiting(pack, "a connection for "):
+        with torch.cuda.stream(carried.stream), self.waiting(pack, "a connection for "):
             work = dist.irecv(tensor, self.peer, group=self.group)
         assert work is not None
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from evenload.errors import ConfigError, InvalidPlanError
 from evenload.runtime.comm.collectives import ContextGroup, create_context_groups, rank_grid
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
-from evenload.runtime.device import synchronize_device
 from evenload.types.document import ReplicaBlock
 from evenload.types.layout import Channel, ChannelMode, ParallelLayout, channel_of
 from evenload.types.text import counted
@@ -349,7 +348,8 @@ def warm_up(meshes: Meshes) -> int:
                     dist.all_reduce(one.clone(), group=group)
                     used.add(group)
             _warm_channels(mesh, one, used)
-            synchronize_device(mesh.device)
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
     return len(used)
 
 
@@ -373,3 +373,14 @@ def most_of_ranks(value: float, mesh: Mesh) -> float:
     reduced = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=mesh.control)
     return float(reduced)
+
+
+T = TypeVar("T")
+
+
+def gather_from_all(mine: T, mesh: Mesh, what: str) -> list[T]:
+    """Return every rank's object, in the order of ranks; `what` they are is for errors. Collective."""
+    everyone = [mine] * mesh.num_ranks
+    with mesh.watch.waiting(what):
+        dist.all_gather_object(everyone, mine, group=mesh.control)
+    return everyone

@@ -163,10 +163,6 @@ class StageModel:
         assert logits is not None
         return logits
 
-    def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        for module in self.modules:
-            yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
-
 
 def _named(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [pair for path, module in modules.items() for pair in module.named_parameters(prefix=path)]

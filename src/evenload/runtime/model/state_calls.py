@@ -220,14 +220,12 @@ def _one_by_one(
     return over
 
 
-@cache
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
+_find_spec = cache(find_spec)
 
 
 def _has_kernel(package: str, rows: Tensor) -> bool:
     """Say whether transformers calls a package's kernel for these rows."""
-    return rows.is_cuda and _is_installed(package)
+    return rows.is_cuda and _find_spec(package) is not None
 
 
 def _named(name: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

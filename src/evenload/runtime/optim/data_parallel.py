@@ -105,7 +105,7 @@ def flatten_units(
         for parameter, part in zip(group.parameters, parts, strict=True):
             part.copy_(parameter.detach().flatten())
             parameter.data = part  # frees its memory before the next one is copied
-            add_gradients_of_autograd(parameter)
+            parameter.register_post_accumulate_grad_hook(add_to_main_grad)
         attach(group.parameters, shapes, values, grads)
         buffers.append(group.in_memory(values, grads, dp))
     return buffers
@@ -162,7 +162,8 @@ def padded_size(num_elements: int, *data_sizes: int) -> int:
 
 def frozen_bytes(stages: Sequence[StageModel]) -> int:
     """Return the bytes of weights that one rank holds without gradient or optimizer state."""
-    return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
+    weights = (p for stage in stages for module in stage.modules for p in module.parameters())
+    return sum({id(p): p.nbytes for p in weights if not p.requires_grad}.values())
 
 
 def attach(
@@ -177,12 +178,8 @@ def attach(
             parameter.main_grad = part.view(shape)  # type: ignore[attr-defined]
 
 
-def add_gradients_of_autograd(parameter: nn.Parameter) -> None:
-    """Make autograd add a parameter's gradients to its `main_grad`."""
-    parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
-
-
-def _add_to_main_grad(parameter: Tensor) -> None:
+def add_to_main_grad(parameter: Tensor) -> None:
+    """Add the gradient that autograd has accumulated to a parameter's `main_grad`; a hook."""
     if parameter.grad is None:
         # Either it changes nothing, or a path from it to the loss was not recorded; which, nobody knows here.
         raise UnsupportedModelError(

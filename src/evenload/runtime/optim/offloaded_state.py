@@ -52,7 +52,10 @@ class OffloadedState:
 
     def take(self) -> dict[str, Tensor]:
         """Return the next chunk on the device."""
-        return {name: _waited(*copy) for name, copy in self._brought[0][1].items()}
+        copies = self._brought[0][1]
+        for _, wait in copies.values():
+            wait()
+        return {name: tensor for name, (tensor, _) in copies.items()}
 
     def give_back(self, state: Mapping[str, Tensor]) -> None:
         """Write the chunk that was taken last, with its new values, and bring another one."""
@@ -76,8 +79,3 @@ class OffloadedState:
             self._brought.append(
                 (chunk, {name: self._in.to_device([rows], self._device) for name, rows in chunk.items()})
             )
-
-
-def _waited(tensor: Tensor, wait: Wait) -> Tensor:
-    wait()
-    return tensor

@@ -257,9 +257,6 @@ class HostCopies(ABC):
         """Start to copy `tensor` [n, ...], which must not be changed, over rows [n, ...] in host memory."""
         return self._copy(((rows, tensor),), device_side=tensor)
 
-    def free(self, host: HostRows) -> None:
-        self.arena.free(host)
-
     def begin_step(self) -> None:
         self.arena.free_all()
 

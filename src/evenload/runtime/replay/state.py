@@ -1,8 +1,9 @@
 """`ReplayState` describes the running pass of a stage to the replaced modules of its layers."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +43,8 @@ class RouterBalance:
     layers: tuple[int, ...]
     tensor: TensorGroup | None = None
     num_tokens: Mapping[int, int] = field(default_factory=dict)
-    _chosen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _of_pack: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _chosen: dict[tuple[int, int], Any] = field(default_factory=lambda: defaultdict(int))
+    _of_pack: dict[tuple[int, int], Any] = field(default_factory=lambda: defaultdict(int))
     _loss: float | Tensor = 0.0
 
     def begin_step(self, num_tokens: Mapping[int, int]) -> None:
@@ -55,7 +56,7 @@ class RouterBalance:
     def count(self, layer: int, ranges: Sequence[Range], chosen: Tensor) -> None:
         """Count the experts [T, k] that tokens of the running forward pack chose."""
         for (doc_id, _, _), rows in self._real_rows(ranges):
-            _add(self._of_pack, (layer, doc_id), count_values(chosen[rows].flatten(), self.num_experts))
+            self._of_pack[layer, doc_id] += count_values(chosen[rows].flatten(), self.num_experts)
 
     def end_pack(self, ranges: Sequence[Range], shared: PackAttention | None, device: torch.device) -> None:
         """End a forward pack after its last layer. Collective over the ranks that have rows of it."""
@@ -64,11 +65,11 @@ class RouterBalance:
         if shared is not None:
             self._sum_counts(shared.group, shared.documents, self._chosen, device)
         for key, counts in self._of_pack.items():
-            _add(self._chosen, key, counts)
+            self._chosen[key] += counts
         self._of_pack.clear()
 
     def _sum_counts(
-        self, group: RankGroup, documents: Sequence[int], totals: dict[tuple[int, int], Tensor], device: torch.device
+        self, group: RankGroup, documents: Sequence[int], totals: dict[tuple[int, int], Any], device: torch.device
     ) -> None:
         """Move the pack's counts of documents to `totals`, summed over a group."""
         keys = [(layer, doc_id) for layer in self.layers for doc_id in dict.fromkeys(documents)]
@@ -78,7 +79,7 @@ class RouterBalance:
         mine = torch.stack([self._of_pack.pop(key, nothing) for key in keys])
         everyone = group.all_gather(mine, "counts of experts").wait()
         for key, counts in zip(keys, everyone.view(group.size, *mine.shape).sum(0), strict=True):
-            _add(totals, key, counts)
+            totals[key] += counts
 
     def _real_rows(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, slice]]:
         """Yield ranges with those of this rank's rows of a pack that hold their tokens and no padding."""
@@ -111,10 +112,6 @@ class RouterBalance:
 def count_values(values: Tensor, size: int) -> Tensor:
     """Count each of 0..size-1, int64[size], as `bincount`, for which the host would wait for a GPU."""
     return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
-
-
-def _add(totals: dict[tuple[int, int], Tensor], key: tuple[int, int], counts: Tensor) -> None:
-    totals[key] = totals[key] + counts if key in totals else counts
 
 
 class GatherOnce:

@@ -520,7 +520,7 @@ class ActivationStore:
         for layer in block.host.values():
             assert self._copies is not None, "rows are in host memory"
             for rows in layer.values():
-                self._copies.free(rows)
+                self._copies.arena.free(rows)
                 self.held.count_host(-sum(piece.nbytes for piece in rows.pieces))
         block.host.clear()
 

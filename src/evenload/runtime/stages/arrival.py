@@ -17,7 +17,6 @@ none behind it, so there is no circle of waits. Of the group `moving` only this 
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -131,7 +130,7 @@ class Arrival:
 
     def _run(self) -> Mapping[int, Shards]:
         try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):  # None: of a CPU, nothing
                 self._bring_weights()
                 return self._bring_state()
         except BaseException:  # whatever it is, who waits raises it

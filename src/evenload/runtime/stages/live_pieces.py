@@ -14,7 +14,7 @@ from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.data_parallel import (
     BufferGroup,
     FlatBuffer,
-    add_gradients_of_autograd,
+    add_to_main_grad,
     attach,
     padded_size,
     tied_names,
@@ -67,7 +67,7 @@ class LivePiece:
         """Elements of the memory of its weights."""
         if not is_held:
             for parameter in parameters if self.is_trained else ():
-                add_gradients_of_autograd(parameter)
+                parameter.register_post_accumulate_grad_hook(add_to_main_grad)
             self.drop()
         elif buffer is not None:
             both = buffer.values, buffer.grads

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -45,7 +45,7 @@ from evenload.planning.layouts.moves import (
     shared_pieces,
     switch_seconds,
 )
-from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, Meshes, gather_from_all, most_of_ranks
 from evenload.runtime.model.around import WholeModel
 from evenload.runtime.model.hf_model import (
     StageModel,
@@ -64,9 +64,8 @@ from evenload.runtime.replay.host_copies import touch
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.stages.arrival import Arrival
-from evenload.runtime.stages.host_twins import open_host_twins
 from evenload.runtime.stages.live_pieces import LivePiece, live_pieces
-from evenload.runtime.stages.twin_layer import WEIGHTS, SparseMemory, Transport, TwinMemory, gather_from_all, open_twins
+from evenload.runtime.stages.twin_layer import WEIGHTS, SparseMemory, Transport, TwinMemory, open_host_twins, open_twins
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
@@ -76,8 +75,7 @@ from evenload.types.timeline import Timeline
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
     """Raise `ConfigError` on all ranks where their `folder`s are of different revisions of `path`. Collective."""
     mine = None if folder == path else Path(folder).name  # a folder of a cache is called as the revision is
-    everyone: list[str | None] = [None] * mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=mesh.control)
+    everyone = gather_from_all(mine, mesh, "the revisions of model.path")
     if len(set(everyone)) == 1:
         return
     named = "; ".join(
@@ -245,7 +243,7 @@ def share_pieces(
     sizes, via_host = [live.piece for live in pieces], passes_host(mesh.device)
     chosen = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes, via_host=via_host)
     # Parts of other tensor-parallel places may be larger; what is shared decides what all ranks do together.
-    chosen = frozenset.intersection(*gather_from_all(chosen, mesh))
+    chosen = frozenset.intersection(*gather_from_all(chosen, mesh, "what the machine shares"))
     parts = [live.dtypes if index in chosen else None for index, live in enumerate(pieces)]
     open_memory = open_host_twins if via_host else open_twins
     memory = open_memory(parts, [live.capacity for live in pieces], mesh, patience_s)
@@ -287,13 +285,10 @@ class Switch:
 
 def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
     """Join what all ranks report of one switch: their longest seconds, the sum of their bytes. Collective."""
+    everyone = gather_from_all(switch, mesh, "what the change of the layout took")
     longest, added = ("stall_s", "wait_s", "predicted_stall_s"), ("weight_bytes", "state_bytes")
-    seconds = torch.tensor([getattr(switch, name) for name in longest], dtype=torch.float64)
-    received = torch.tensor([getattr(switch, name) for name in added])
-    with mesh.watch.waiting("what the change of the layout took"):
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=mesh.control)
-        dist.all_reduce(received, group=mesh.control)
-    of_all = dict(zip(longest, seconds.tolist(), strict=True)) | dict(zip(added, received.tolist(), strict=True))
+    of_all: dict[str, Any] = {name: max(getattr(one, name) for one in everyone) for name in longest}
+    of_all |= {name: sum(getattr(one, name) for one in everyone) for name in added}
     return replace(switch, **of_all)
 
 
@@ -379,7 +374,15 @@ class LiveStages:
             if not is_needed and live.is_held:
                 live.drop()
         self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
-        self.held = self._arranged(mesh)
+        models = stage_models(self._whole, mesh.layout, mesh.pp_rank)
+        self.held = replace(
+            self.held,
+            stages={index: self._stage(model) for index, model in models.items()},
+            buffers=[
+                self._live_of(one).cut(one, mesh.data_size) for one in list(buffer_groups(tuple(models.values())))
+            ],
+            frozen_bytes=frozen_bytes(tuple(models.values())),
+        )
         given = weights, before, self._num_steps
         self.arrival = Arrival(self._pieces, self._memory, moves, old, mesh, *given)
         self._switch = Switch(
@@ -471,16 +474,6 @@ class LiveStages:
     def _live_of(self, group: BufferGroup) -> LivePiece:
         return self._pieces[self._index_of[id(group.parameters[0])]]
 
-    def _arranged(self, mesh: Mesh) -> RankStages[PipelineStage]:
-        models = stage_models(self._whole, mesh.layout, mesh.pp_rank)
-        groups = list(buffer_groups(tuple(models.values())))
-        return replace(
-            self.held,
-            stages={index: self._stage(model) for index, model in models.items()},
-            buffers=[self._live_of(group).cut(group, mesh.data_size) for group in groups],
-            frozen_bytes=frozen_bytes(tuple(models.values())),
-        )
-
     def _stage(self, model: StageModel) -> PipelineStage:
         return PipelineStage(model, self._backend, self.mesh.tensor, self._state)
 
@@ -496,9 +489,8 @@ class Reading:
     """Reads the shared pieces that the next rank with any on this machine holds, round and round."""
 
     def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
-        everyone: list[list[int]] = gather_from_all(
-            [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None], mesh
-        )
+        own = [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None]
+        everyone = gather_from_all(own, mesh, "which pieces are shared")
         holding = [rank for rank, there in enumerate(everyone) if any(twins.reaches(index, rank) for index in there)]
         self._source = min(holding, key=lambda rank: (rank - mesh.rank - 1) % mesh.num_ranks, default=mesh.rank)
         self._twins, self._into, self.num_bytes, self._rounds = twins, list[tuple[int, Tensor]](), 0, 0

@@ -8,7 +8,18 @@ that it may ever hold, at the same offsets on all ranks:
 Pages come with the first touch; `release` gives them back and keeps the place. Other processes open it through
 `/proc/PID/fd` and read with `preadv`, one copy; pages are freed when the last process that has it open ends. A rank
 *marks* what it offers with the number of updates that it is of, and readers wait for the mark. What is not shared, or
-is on another machine, is sent (`arrival`). GPUs have the same `Transport` through host memory (`host_twins`).
+is on another machine, is sent (`arrival`).
+
+**GPUs** (`HostTwins`) move pieces through one such file in page-locked memory, which is made by the first of the ranks
+that have the same tensor-parallel place, and which all of them map:
+
+    marks: of every rank of weights, and of state, of every piece | weights of piece 0 | exp_avg of piece 0 | ...
+
+A switch is a pipeline of pieces. The rank from which a move comes copies it out behind what made it, and marks it when
+it is there; the rank to which it goes waits for the mark and copies it in, on the stream of its arrival. Two ranks that
+give the same elements write the same bits. When all ranks have everything, marks are taken back. Price: host memory of
+all weights and optimizer state of what is shared, once a node, page-locked when the run begins. Copies out have a
+thread, on a GPU with a stream of its own; on a CPU the same protocol runs on plain memory.
 """
 
 import mmap
@@ -18,7 +29,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +41,7 @@ from torch import Tensor
 
 from evenload.errors import EvenloadError
 from evenload.planning.layouts.moves import Move
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, gather_from_all
 from evenload.runtime.replay.host_copies import PAGE_BYTES, page_lock
 from evenload.types.text import format_bytes
 
@@ -38,6 +51,7 @@ _RELEASED_AT_ONCE = 2**22
 WEIGHTS = "weights"
 ABSENT = -1
 _POLL_MS = 1
+_SHARED = "the shared memory of the machine"
 
 Address = tuple[int, int, int]
 """Where other processes find memory: process, descriptor, and the file's number as a proof."""
@@ -276,15 +290,94 @@ def open_twins(parts: Parts, capacities: Sequence[int], mesh: Mesh, patience_s: 
         address = own.address
     except OSError as error:
         reason = f"rank {mesh.rank}: {error}"
-    addresses = gather_from_all(address, mesh)
+    addresses = gather_from_all(address, mesh, _SHARED)
     try:
         for rank in ranks_here(mesh):
-            if addresses[rank] is not None:
-                others[rank] = OthersMemory(addresses[rank])
+            if (there := addresses[rank]) is not None:
+                others[rank] = OthersMemory(there)
     except OSError as error:
         reason = reason or f"rank {mesh.rank}: {error}"
-    reasons = [one for one in gather_from_all(reason, mesh) if one]
+    reasons = [one for one in gather_from_all(reason, mesh, _SHARED) if one]
     return reasons[0] if own is None or reasons else TwinMemory(own, others, places, len(parts), patience_s)
+
+
+class HostTwins(Transport):
+    """One rank's view of the file. `others`: processes of the ranks that map it, this one's too, by rank."""
+
+    def __init__(
+        self,
+        own: SparseMemory,
+        others: Mapping[int, OtherProcess],
+        pieces: Mapping[int, PieceMemory],
+        marks: Tensor,
+        mesh: Mesh,
+        patience_s: float,
+    ) -> None:
+        self.pieces, self._others, self._memory, self._patience_s = pieces, others, own, patience_s
+        self._marks = dict(zip(others, marks, strict=True))  # by rank, [weights or state, pieces]
+        self._own_marks, self._device = self._marks[mesh.rank], mesh.device
+        self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evenload-twins")
+        self._copies: list[Future[None]] = []
+
+    def reaches(self, piece: int, rank: int) -> bool:
+        return piece in self.pieces and rank in self._others
+
+    def offer(self, moves: Sequence[Move], parts: MovedParts, updates: UpdatesOf) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for piece, some in groupby(moves, key=lambda move: move.piece):
+            given = {(move.start, move.stop): parts(move) for move in some}  # once for all ranks that take it
+            self._copies.append(self._thread.submit(self._copy_out, piece, given, updates(piece)))
+
+    def fetch(self, move: Move, parts: Shards, num_updates: int) -> None:
+        marks, is_state = self._marks[move.source], WEIGHTS not in parts
+        what = f"rank {move.source} was to have {', '.join(parts)} of piece {move.piece} in host memory"
+        found = lambda: int(marks[int(is_state), move.piece])  # noqa: E731
+        self._others[move.source].await_mark(found, num_updates, self._patience_s, what)
+        for name, part in parts.items():
+            part.copy_(self.pieces[move.piece].tensor(name, move.start, move.stop), non_blocking=True)
+
+    def withdraw(self, lost: Collection[int]) -> None:
+        while self._copies:  # done, as whoever they are for has read them
+            self._copies.pop(0).result()
+        self._own_marks.fill_(ABSENT)
+
+    def _copy_out(self, piece: int, given: Mapping[tuple[int, int], Shards], num_updates: int) -> None:
+        with torch.cuda.stream(self._stream):  # None: of a CPU, nothing
+            for (start, stop), parts in given.items():
+                for name, part in parts.items():
+                    self.pieces[piece].tensor(name, start, stop).copy_(part, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        for parts in given.values():
+            self._own_marks[int(WEIGHTS not in parts), piece] = num_updates
+
+
+def open_host_twins(parts: Parts, capacities: Sequence[int], mesh: Mesh, patience_s: float) -> HostTwins | str:
+    """Make the file, or map that of the first rank, and page-lock it; the reason where some rank cannot. Arguments as
+    of `open_twins`. Collective."""
+    here, reason, opened, others = ranks_here(mesh), "", None, dict[int, OtherProcess]()
+    shape = torch.Size((len(here), 2, len(parts)))
+    addresses: list = [None] * mesh.num_ranks
+    for turn in range(3):  # the first rank makes it, the others map it, all find each other
+        try:
+            if turn == 2:
+                others = {rank: OtherProcess(addresses[rank][0]) for rank in here}
+            elif (turn == 0) == (mesh.rank == here[0]):
+                opened = place_pieces(parts, capacities, shape.numel(), addresses[here[0]])
+                if mesh.device.type == "cuda":
+                    opened[0].page_lock()
+        except OSError as error:
+            reason = f"rank {mesh.rank}: {error}"
+        told = gather_from_all((reason, opened and opened[0].address), mesh, _SHARED)
+        if reasons := [one for one, _ in told if one]:
+            return reasons[0]
+        addresses = [address for _, address in told]
+    assert opened is not None
+    own, pieces = opened
+    marks = own.tensor(0, shape.numel(), torch.int64).view(shape)
+    return HostTwins(own, others, pieces, marks, mesh, patience_s)
 
 
 def ranks_here(mesh: Mesh) -> list[int]:
@@ -293,11 +386,3 @@ def ranks_here(mesh: Mesh) -> list[int]:
     return [
         rank for rank in range(mesh.num_ranks)[first : first + mesh.ranks_per_machine] if (rank - mesh.rank) % tp == 0
     ]
-
-
-def gather_from_all(mine: object, mesh: Mesh) -> list:
-    """Return every rank's object, in the order of ranks. Collective."""
-    objects: list = [None] * mesh.num_ranks
-    with mesh.watch.waiting("the shared memory of the machine"):
-        dist.all_gather_object(objects, mine, group=mesh.control)
-    return objects
