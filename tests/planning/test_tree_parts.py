@@ -96,7 +96,7 @@ def test_no_replica_gets_more_than_by_whole_trees(documents: tuple[Document, ...
     costs = costs_of(dp, pp)
     lengths, trees = lengths_of(documents)
     whole_s = costs.document_seconds(lengths, trees=trees)
-    np.testing.assert_allclose(trees.sums(costs.segment_seconds(trees))[trees.is_tree], whole_s[trees.is_tree])
+    np.testing.assert_allclose(trees.sums(costs.piece_seconds(trees.depth, trees.depth_stop)), whole_s)
     cuts = tree_cuts(documents, costs)
     parts = cut(documents, cuts)
     assert sum(one.num_label_tokens for one in parts) == sum(
@@ -164,3 +164,12 @@ def test_plans_of_parts_hold_and_are_shorter_but_no_shorter_than_the_bounds_of_w
     assert layout_bound_seconds(planner.costs, *lengths_of(documents)) > 0.5 * plan.predicted.step_time_s
     assert RunPlanner(planner, strategy, may_cut=False).cuts(documents) == {}
     assert RunPlanner(planner, "wlb").cuts(documents) == {}  # its documents may wait
+
+
+def test_one_replica_computes_the_longest_path() -> None:
+    costs = costs_of(4, pp=3)
+    lengths, trees = lengths_of([tree_document(0, group_of(400, [20, 300]))])
+    path_s = float(costs.useful_stage_seconds(np.array([700])).max())
+    assert layout_bound_seconds(costs, lengths, trees) == path_s + costs.optimizer_seconds()
+    many = lengths_of([tree_document(0, group_of(400, [300] * 32))])
+    assert layout_bound_seconds(costs, *many) > path_s + costs.optimizer_seconds()

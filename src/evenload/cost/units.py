@@ -135,17 +135,23 @@ def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike, trees: TreeC
 def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> float:
     """Bound the time of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
     layout = costs.layout
-    stage_s = costs.useful_stage_seconds(num_tokens, trees)
-    rank_s = np.zeros(layout.pipeline_ranks)
-    for stage, seconds in enumerate(stage_s.tolist()):
-        ranks = layout.ranks_of_stage(stage)
-        rank_s[ranks.start : ranks.stop] += seconds / len(ranks)
-    computed_s = float(rank_s.max()) / (layout.dp * layout.cp)
+    computed_s = _slowest_rank_s(layout, costs.useful_stage_seconds(num_tokens, trees)) / (layout.dp * layout.cp)
+    if trees.has_any:  # which replicas share none of, so that one computes the longest path
+        longest = np.array([trees.depth_stop.max()])
+        computed_s = max(computed_s, _slowest_rank_s(layout, costs.useful_stage_seconds(longest)))
     summed_s = max(
         float(unit_transfers(costs.model, costs.coefficients, layout, rank).sum_s.sum())
         for rank in sorted(set(layout.leading_ranks))
     )
     return max(computed_s, costs.lower_bound_seconds(num_tokens, trees), summed_s) + costs.optimizer_seconds()
+
+
+def _slowest_rank_s(layout: ParallelLayout, stage_s: NDArray[np.float64]) -> float:
+    rank_s = np.zeros(layout.pipeline_ranks)
+    for stage, seconds in enumerate(stage_s.tolist()):
+        ranks = layout.ranks_of_stage(stage)
+        rank_s[ranks.start : ranks.stop] += seconds / len(ranks)
+    return float(rank_s.max())
 
 
 def sizes_bound_seconds(

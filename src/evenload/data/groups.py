@@ -141,13 +141,7 @@ def _parts_within(document: EncodedDocument, most_tokens: int) -> list[EncodedDo
     if len(document.tokens) <= most_tokens:
         return [document]
     shape = TreeShape(document.segments)
-    cuts, size = [], 0
-    for leaf, ((start, stop), position, _) in enumerate(shape.path_ranges(0, shape.num_rows)):  # one for every leaf
-        size += stop - start
-        if size > most_tokens:
-            cuts.append(leaf)
-            size = position + stop - start
-    return cut_tree(document, shape.parts(cuts))
+    return cut_tree(document, shape.parts(shape.cuts_within(most_tokens)))
 
 
 def cut_tree(document: EncodedDocument, parts: Sequence[TreePart]) -> list[EncodedDocument]:

@@ -67,20 +67,8 @@ def build_trees(
     own = as_token_ids(sequences)
     counted = checked_weights(own, weights)
     order, shared = sequences_in_order(own)
-    nodes = _nodes([len(own[place]) for place in order], shared, range(len(order)), min_shared_tokens)
+    nodes = _nodes([len(own[place]) for place in order], shared, min_shared_tokens)
     return list(_lay_out(nodes, [own[place] for place in order], [counted[place] for place in order], order))
-
-
-def num_unique_tokens(
-    lengths: Sequence[int], shared: NDArray[np.int64], members: range, min_shared_tokens: int = 1
-) -> int:
-    """Return the tokens of the trees of some neighbours in lexicographic order.
-
-    Args:
-        lengths: of all sequences, in that order.
-        shared: of `sequences_in_order`.
-    """
-    return sum(node.stop - node.start for node in _nodes(lengths, shared, members, min_shared_tokens))
 
 
 def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
@@ -183,10 +171,10 @@ def count_once(
         own[:size][both] = 0.0
 
 
-def _nodes(lengths: Sequence[int], shared: NDArray[np.int64], members: range, min_shared: int) -> list[_Node]:
-    """Return the nodes of the trees of members of the order, parents first."""
+def _nodes(lengths: Sequence[int], shared: NDArray[np.int64], min_shared: int) -> list[_Node]:
+    """Return the nodes of the trees of sequences in order, parents first."""
     nodes: list[_Node] = []
-    waiting = [(members, 0, -1)]
+    waiting = [(range(len(lengths)), 0, -1)]
     while waiting:
         members, depth, parent = waiting.pop()
         for run in _runs(shared, members, depth + max(1, min_shared)):

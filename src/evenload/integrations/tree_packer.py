@@ -8,7 +8,6 @@ A micro-batch is trees of unique tokens, depth first (`types.tree`), with positi
 largest child are one range of rows for attention, so there are as many ranges as leaves. Needs torch and numpy.
 """
 
-import bisect
 import inspect
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
@@ -28,7 +27,6 @@ from evenload.data.prefix_tree import (
     build_trees,
     checked_weights,
     count_once,
-    num_unique_tokens,
     sequences_in_order,
 )
 from evenload.errors import ConfigError, UnsupportedModelError
@@ -271,24 +269,15 @@ class TreePacker:
     ) -> Iterator[_Part]:
         """Yield the trees of a group, or parts of them that fit."""
         labels = {place: (weights[place] != 0).astype(np.float64) for place in group}  # before they count once
-        found, shared = sequences_in_order([own[place] for place in group])
-        order = [group[at] for at in found]
+        inside = [own[place] for place in group]
         if self._labels == "once":
-            count_once(own, weights, order, shared)
-        lengths = [len(own[place]) for place in order]
-        cuts = np.flatnonzero(shared < self._min_shared)
-        for begin, end in itertools.pairwise([*cuts.tolist(), len(order)]):
-            start = begin
-            while start < end:
-
-                def is_too_large(stop: int, start: int = start) -> bool:
-                    return num_unique_tokens(lengths, shared, range(start, stop), self._min_shared) > self._max_tokens
-
-                stop = end
-                if is_too_large(end):
-                    stop = start + 1 + bisect.bisect_left(range(start + 2, end), True, key=is_too_large)
-                yield self._part(order[start:stop], own, labels, weights, int(shared[start]) if start > begin else 0)
-                start = stop
+            order, shared = sequences_in_order(inside)
+            count_once(own, weights, [group[at] for at in order], shared)
+        for tree in build_trees(inside, [labels[place] for place in group], min_shared_tokens=self._min_shared):
+            shape = TreeShape(tree.segments)
+            for part in shape.parts(shape.cuts_within(self._max_tokens)):
+                places = [group[at] for at, segment in tree.leaves if segment in part.own]
+                yield self._part(places, own, labels, weights, part.num_recomputed)
 
     def _part(self, places: list[int], own: Any, labels: Any, weights: Any, again: int) -> _Part:
         inside, has_label = [own[place] for place in places], [labels[place] for place in places]

@@ -146,6 +146,16 @@ class TreeShape:
         """Return the segments without children, ascending; int64[L]."""
         return np.setdiff1d(np.arange(len(self.parents)), self.parents)
 
+    def cuts_within(self, most_rows: int) -> list[int]:
+        """Return where parts of at most so many rows begin, each as long as it goes; one leaf alone may have more."""
+        cuts, size = [], 0
+        for leaf, ((start, stop), position, _) in enumerate(self.path_ranges(0, self.num_rows)):  # one for every leaf
+            size += stop - start
+            if size > most_rows and leaf:
+                cuts.append(leaf)
+                size = position + stop - start
+        return cuts
+
     def parts(self, cuts: Sequence[int]) -> list[TreePart]:
         """Return the tree in parts: the first from leaf 0 on, each other one from one of the ascending `cuts` on. A
         sequence that ends on the way to a leaf, or comes twice, is the first part's."""
