@@ -124,17 +124,14 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmul, torch.bmm)
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 class Float64Casts(TorchFunctionMode):
     """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already, and so of
     quotients of integers. Products of both widths (rotary embedding of transformers before 5.18) are in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _QUOTIENTS and not kwargs.get("rounding_mode") and not any(map(_is_floating, args)):
+        is_floating = any(isinstance(value, Tensor) and value.is_floating_point() for value in args)
+        if func in _QUOTIENTS and not kwargs.get("rounding_mode") and not is_floating:
             return func(args[0].double(), *args[1:], **kwargs)
         is_cast = func is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
         if is_cast and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
