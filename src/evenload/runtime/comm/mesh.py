@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from evenload.types.text import counted
 CHANNEL_CTAS = 4
 """Processors of a GPU that one transfer of a channel takes (an H100 has 132). Not measured yet."""
 
+Value = TypeVar("Value")
 _Key = tuple[tuple[int, ...], bool]
 """Ranks, and whether a group of theirs has the options of channels."""
 
@@ -373,3 +374,17 @@ def most_of_ranks(value: float, mesh: Mesh) -> float:
     reduced = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=mesh.control)
     return float(reduced)
+
+
+def of_all_ranks(value: Value, mesh: Mesh) -> list[Value]:
+    """Return the values of all ranks of the run, in their order. Collective over the control group."""
+    everyone = [value] * mesh.num_ranks
+    dist.all_gather_object(everyone, value, group=mesh.control)
+    return everyone
+
+
+def of_first_rank(value: Value, mesh: Mesh) -> Value:
+    """Return rank 0's value; those of others are not read. Collective over the control group."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0, group=mesh.control)
+    return shared[0]

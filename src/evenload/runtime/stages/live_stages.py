@@ -45,7 +45,7 @@ from evenload.planning.layouts.moves import (
     shared_pieces,
     switch_seconds,
 )
-from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks, of_all_ranks
 from evenload.runtime.model.around import WholeModel
 from evenload.runtime.model.hf_model import (
     StageModel,
@@ -76,8 +76,7 @@ from evenload.types.timeline import Timeline
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
     """Raise `ConfigError` on all ranks where their `folder`s are of different revisions of `path`. Collective."""
     mine = None if folder == path else Path(folder).name  # a folder of a cache is called as the revision is
-    everyone: list[str | None] = [None] * mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=mesh.control)
+    everyone = of_all_ranks(mine, mesh)
     if len(set(everyone)) == 1:
         return
     named = "; ".join(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from evenload.errors import EvenloadError
 from evenload.planning.layouts.moves import Move
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, of_all_ranks
 from evenload.runtime.replay.host_copies import PAGE_BYTES, page_lock
 from evenload.types.text import format_bytes
 
@@ -297,7 +297,5 @@ def ranks_here(mesh: Mesh) -> list[int]:
 
 def gather_from_all(mine: object, mesh: Mesh) -> list:
     """Return every rank's object, in the order of ranks. Collective."""
-    objects: list = [None] * mesh.num_ranks
     with mesh.watch.waiting("the shared memory of the machine"):
-        dist.all_gather_object(objects, mine, group=mesh.control)
-    return objects
+        return of_all_ranks(mine, mesh)
