@@ -23,7 +23,7 @@ from evenload.planning.planner import RunPlanner
 from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.runtime.comm.mesh import most_of_ranks
 from evenload.runtime.step_metrics import StepReport
-from evenload.runtime.step_source import PreparedStep, prepare_step, step_maker
+from evenload.runtime.step_source import prepared_step, step_maker
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
@@ -81,7 +81,7 @@ def run_interleaved(
         if turn == 1 and not measured:
             waits = CoreWaits(demand)  # the round that warms up does not count
         step, exchange = planned[name][batch], trainer.config.parallel.cp_exchange
-        prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, trainer.mesh, exchange))
+        prepared = prepared_step(step, trainer.meshes, exchange)
         report = trainer.step_trainer.run(prepared, coefficients, learning_rate=0.0).report
         on_step()
         if report is not None and turn:

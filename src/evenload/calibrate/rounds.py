@@ -111,7 +111,8 @@ def pack_clock(stage: PipelineStage, mesh: Mesh) -> PackClock:
         return PackClock(device)
     flag = torch.zeros(1, device=device)
     meet = None if tensor is None else functools.partial(tensor.all_reduce, flag, "calibration", dist.ReduceOp.MAX)
-    return QueueClock(device, _busy_products(device), meet, host_reads=stage.model.structure.has_experts)
+    has_experts = any(sites.experts for sites in stage.model.structure.sites)
+    return QueueClock(device, _busy_products(device), meet, host_reads=has_experts)
 
 
 def _busy_products(device: torch.device) -> Callable[[float], None]:

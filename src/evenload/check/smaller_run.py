@@ -42,9 +42,8 @@ from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.runtime.optim.data_parallel import FlatBuffer, GradientReduction
 from evenload.runtime.replay.rank_packs import Exchange, PackTokens
-from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
+from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.live_stages import build_rank_stages
 from evenload.runtime.step_source import prepare_step
 from evenload.types.base import Frozen
@@ -236,15 +235,8 @@ class ObservedStage(PipelineStage):
             self._see("output", pack, hidden)
         return hidden
 
-    def backward_layers(
-        self,
-        pack: PackTokens,
-        grad: Tensor,
-        store: ActivationStore,
-        products: WeightProducts | None = None,
-        on_final: OnFinal = ignore_unit,
-    ) -> Tensor:
-        grad = super().backward_layers(pack, grad, store, products, on_final)
+    def backward_layers(self, pack: PackTokens, grad: Tensor, *rest: Any, **named: Any) -> Tensor:
+        grad = super().backward_layers(pack, grad, *rest, **named)
         if self.model.is_first:
             self._see("gradient", pack, grad)
         return grad

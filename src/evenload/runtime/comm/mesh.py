@@ -32,6 +32,7 @@ from evenload.types.text import counted
 CHANNEL_CTAS = 4
 """Processors of a GPU that one transfer of a channel takes (an H100 has 132). Not measured yet."""
 
+Value = TypeVar("Value")
 _Key = tuple[tuple[int, ...], bool]
 """Ranks, and whether a group of theirs has the options of channels."""
 
@@ -375,12 +376,16 @@ def most_of_ranks(value: float, mesh: Mesh) -> float:
     return float(reduced)
 
 
-T = TypeVar("T")
-
-
-def gather_from_all(mine: T, mesh: Mesh, what: str) -> list[T]:
+def gather_from_all(mine: Value, mesh: Mesh, what: str) -> list[Value]:
     """Return every rank's object, in the order of ranks; `what` they are is for errors. Collective."""
     everyone = [mine] * mesh.num_ranks
     with mesh.watch.waiting(what):
         dist.all_gather_object(everyone, mine, group=mesh.control)
     return everyone
+
+
+def of_first_rank(value: Value, mesh: Mesh) -> Value:
+    """Return rank 0's value; those of others are not read. Collective over the control group."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0, group=mesh.control)
+    return shared[0]

@@ -60,10 +60,6 @@ class Spans:
     starts: Sequence[Tensor | None]
     wanted: Sequence[bool]
 
-    def are_whole(self) -> bool:
-        """Say whether each is a document."""
-        return not any(self.wanted) and all(start is None for start in self.starts)
-
 
 Run = Callable[[Sequence[Tensor], Spans], Overs]
 
@@ -310,7 +306,7 @@ def _mamba2(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs
     one_by_one = _one_by_one(run, [1] * 4, 1)
 
     def at_once(rows: Sequence[Tensor], spans: Spans) -> Overs:
-        if not spans.are_whole():
+        if any(spans.wanted) or any(start is not None for start in spans.starts):
             return one_by_one(rows, spans)  # the kernel's states are of rows of a batch, not of documents
         x, dt, b, c = rows
         numbers = torch.repeat_interleave(torch.tensor(spans.sizes)).to(x.device, torch.int32)[None]

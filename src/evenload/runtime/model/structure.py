@@ -129,10 +129,6 @@ class Structure:
         """Return the name of a layer in the whole model."""
         return f"{self.layers}.{index}"
 
-    @property
-    def has_experts(self) -> bool:
-        return any(sites.experts for sites in self.sites)
-
 
 def structure_of(model: PreTrainedModel) -> Structure:
     """Survey a model on the meta device, whose configuration is not changed. `UnsupportedModelError`: it has no list of

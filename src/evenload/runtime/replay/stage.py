@@ -294,10 +294,6 @@ class PipelineStage:
             return hidden.new_zeros(0)
         return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor, pack.edges)
 
-    def next_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [T, vocab] of final hidden states [T, hidden]; on a last stage with the whole head."""
-        return self.model.logits(hidden)
-
     def head(
         self,
         hidden: Tensor,

@@ -191,7 +191,7 @@ class Arrival:
             self._twins.offer([move for move in moves if self._is_read(move, move.target)], parts, self._updates_of)
 
     def _updates_of(self, index: int) -> int:
-        return self._pieces[index].updates_after(self._num_updates)
+        return self._num_updates if self._pieces[index].is_trained else 0  # frozen weights never see any
 
     def _is_read(self, move: Move, other: int) -> bool:
         return self._twins is not None and self._twins.reaches(move.piece, other)

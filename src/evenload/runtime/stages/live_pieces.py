@@ -89,10 +89,6 @@ class LivePiece:
         assert self._values is not None
         return self._values[: self.piece.num_elements]
 
-    def updates_after(self, num_updates: int) -> int:
-        """Return the updates that its weights are of after so many: frozen ones never see any."""
-        return num_updates if self.is_trained else 0
-
     def share_in(self, mesh: Mesh) -> Elements:
         """Return the elements whose optimizer state this rank owns in a layout in which it holds the piece."""
         return state_share(mesh.layout, self.piece, mesh.pp_rank, mesh.data_rank)
