@@ -124,3 +124,28 @@ def test_replicas_share_a_tree_that_is_too_large_for_one(groups, tmp_path):
     assert found.savings.recomputed_tokens == 100
     assert found.savings.unique_tokens == 100 + 12 * 900 + 100 + len(groups[1][0])
     assert found.worst[0].documents == 3
+
+
+def test_a_run_has_a_limit_of_its_own_for_trees(groups, tmp_path, capsys):
+    write(tmp_path / "groups.jsonl", [{"input_ids": group} for group in groups])
+    settings = {"max_document_tokens": 2048, "max_tree_tokens": 6000, "batch_documents": 6}
+    lines = [
+        "[model]",
+        'path = "llama-7b"',
+        "random_init = true",
+        "[train]",
+        "steps = 1",
+        'output_dir = "run"',
+        "[data]",
+    ]
+    lines += [f"sources = {json.dumps([str(tmp_path / 'groups.jsonl')])}", 'record = "tokens"']
+    config = tmp_path / "config.toml"
+    config.write_text("\n".join([*lines, *(f"{name} = {value}" for name, value in settings.items())]))
+    where = {"cluster": "h100x8", "layout": "dp=2,pp=4", "strategy": "slimpack", "set_options": ["candidates=4"]}
+    whole = evenload.plan(str(config), **where).savings
+    assert whole.path_tokens == sum(len(sequence) for group in groups for sequence in group)
+    config.write_text(config.read_text().replace("6000", "2048"))
+    cut = evenload.plan(str(config), **where).savings
+    assert cut.recomputed_tokens > whole.recomputed_tokens
+    assert run("lengths", str(config)) == 0
+    assert "48 documents" in capsys.readouterr().out

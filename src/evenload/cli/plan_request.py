@@ -69,7 +69,8 @@ class LengthSource:
         tokeniser tokens are `estimated`."""
         if self.table is not None:
             return self.table
-        data = msgspec.structs.replace(self.data, max_document_tokens=context, overlong=overlong)
+        most = None if self.data.max_tree_tokens is None else max(context, self.data.max_tree_tokens)
+        data = msgspec.structs.replace(self.data, max_document_tokens=context, overlong=overlong, max_tree_tokens=most)
         # Counting tokens takes time; the spinner shows on terminals only.
         with Console(stderr=True).status(f"reading {escape(self.name)}"):
             if self.run:

@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -71,26 +71,6 @@ class LengthTable:
         return np.concatenate([np.delete(self.lengths, [*self.trees]), np.array(sequences, np.int64)])
 
 
-def in_estimated_tokens(table: LengthTable) -> LengthTable:
-    """Return lengths in bytes as tokens of four bytes, as of English text; code has more tokens."""
-
-    def tokens(num_bytes: Any) -> Any:
-        return -(-num_bytes // _BYTES_OF_TOKEN)
-
-    lengths = tokens(table.lengths)
-    trees = {
-        at: TreeLengths(
-            tuple(one._replace(num_tokens=tokens(one.num_tokens)) for one in tree.segments),
-            tuple(tokens(one) for one in tree.sequences),
-            tokens(tree.num_recomputed),
-        )
-        for at, tree in table.trees.items()
-    }
-    for at, tree in trees.items():
-        lengths[at] = sum(one.num_tokens for one in tree.segments)
-    return replace(table, lengths=lengths, unit="tokens", tokenizer=ESTIMATED, trees=trees)
-
-
 def read_length_table(source: str, config: DataConfig | None = None, *, estimated: bool = False) -> LengthTable:
     """Read the lengths of documents that are not empty; `ConfigError` or `DataError` where `source` holds none.
 
@@ -115,7 +95,7 @@ def read_length_table(source: str, config: DataConfig | None = None, *, estimate
 def count_documents(config: DataConfig, origin: str, *, estimated: bool = False) -> LengthTable:
     """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages. Settings of
     longer documents hold for sequences that may share prefixes, and for their trees; other documents are whole.
-    `estimated`: bytes are told as tokens (`in_estimated_tokens`)."""
+    `estimated`: four bytes are told as a token, as of English text; code has more tokens."""
     if config.mixture_end == "repeat":
         raise ConfigError(
             f'{origin} repeats the parts of its mixture by weight (data.mixture_end = "repeat"), so its lengths are no '
@@ -124,20 +104,27 @@ def count_documents(config: DataConfig, origin: str, *, estimated: bool = False)
     config = with_kinds(config)
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
     is_ids = reads_token_ids(config)
-    unit = "bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens"
-    estimated &= unit == "bytes"
-    if estimated:
-        limit = min(sys.maxsize, _BYTES_OF_TOKEN * config.max_document_tokens)
+    unit: LengthUnit = "bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens"
+    described, size = TOKEN_IDS if is_ids else describe_tokenizer(tokenizer), 1
+    if estimated and unit == "bytes":
+        described, unit, size = ESTIMATED, "tokens", _BYTES_OF_TOKEN
+        limit = min(sys.maxsize, size * config.max_document_tokens)
         config = msgspec.structs.replace(config, max_document_tokens=limit)
     parts = mixture_configs(config)
     trees: dict[int, TreeLengths] = {}
 
+    def told(length: int) -> int:
+        return -(-length // size)
+
     def measured() -> Iterator[int]:
         documents = (document for part in parts for document in _documents(part, tokenizer))
         for at, one in enumerate(documents):
-            if one.segments:
-                trees[at] = TreeLengths(one.segments, one.sequence_lengths, one.num_recomputed_tokens)
-            yield len(one.tokens)
+            segments = tuple(segment._replace(num_tokens=told(segment.num_tokens)) for segment in one.segments)
+            if segments:
+                trees[at] = TreeLengths(
+                    segments, tuple(map(told, one.sequence_lengths)), told(one.num_recomputed_tokens)
+                )
+            yield sum(segment.num_tokens for segment in segments) or told(len(one.tokens))
 
     lengths = np.fromiter(measured(), np.int64)
     shared = ""
@@ -145,14 +132,13 @@ def count_documents(config: DataConfig, origin: str, *, estimated: bool = False)
         unique, paths = lengths[[*trees]].sum(), sum(sum(tree.sequences) for tree in trees.values())
         shared = f"; {paths:,} {unit} of sequences that share prefixes are {unique:,} unique ones"
     template = f", written by chat template {config.chat_template}" if config.chat_template else ""
-    table = LengthTable(
+    return LengthTable(
         lengths=checked_lengths(lengths, origin),
         unit=unit,
-        tokenizer=TOKEN_IDS if is_ids else describe_tokenizer(tokenizer),
+        tokenizer=described,
         records=f"records are read as {', '.join(dict.fromkeys(part.record for part in parts))}{template}{shared}",
         trees=trees,
     )
-    return in_estimated_tokens(table) if estimated else table
 
 
 def with_counted_chats(config: DataConfig) -> DataConfig:
@@ -174,7 +160,8 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
 
 def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[EncodedDocument]:
     encoder = open_encoder(config, tokenizer)
-    hold_out, whole = HoldOut.of(config), msgspec.structs.replace(config, max_document_tokens=sys.maxsize)
+    hold_out = HoldOut.of(config)
+    whole = msgspec.structs.replace(config, max_document_tokens=sys.maxsize, max_tree_tokens=None)
     for reader, part in open_part(config).segments:
         file, records = reader.file, reader.records(part)
         if hold_out is not None:
