@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from evenload.attention import backends, varlen_cuda
-from evenload.attention.backends import backend_of_call, disagreement, refusal, select_backend
-from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.backends import CpuFlashAttention, backend_of_call, disagreement, refusal, select_backend
 from evenload.attention.range_attention import Scoring
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
 from evenload.cli.train_worker import _attention_line

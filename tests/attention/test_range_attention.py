@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from evenload.attention.backends import backend_of_call, select_backend
-from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.backends import CpuFlashAttention, backend_of_call, select_backend
 from evenload.attention.range_attention import Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
 from evenload.errors import ConfigError

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.backends import CpuFlashAttention
 from evenload.calibrate.profile import MIN_PASSES, ProfileTask, profile
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token

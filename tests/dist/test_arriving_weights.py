@@ -49,7 +49,7 @@ def run_with_late_weights(config_file: str, overrides: list[str], mutant: str) -
         await_unit(arrival, unit)
         if is_needed:
             read.append(unit)
-            left.append(arrival._awaited - set(arrival._arrived))
+            left.append({unit for unit in arrival._awaited if not arrival._arrived[unit].done()})
 
     patches = {"_complete": late, "_bring_weights": poisoned, "await_unit": noted}
     if mutant == "forwards":

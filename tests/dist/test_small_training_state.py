@@ -16,8 +16,7 @@ from evenload.cost.memory import static_kinds
 from evenload.errors import ConfigError
 from evenload.runtime.optim import optimizer
 from evenload.runtime.optim.data_parallel import _square_sum
-from evenload.runtime.optim.offloaded_state import OffloadedState
-from evenload.runtime.optim.optimizer import LOWER_HALF, joined, split
+from evenload.runtime.optim.optimizer import LOWER_HALF, OffloadedState, joined, split
 from evenload.runtime.replay.host_copies import ThreadHostCopies
 from life_cases import train_with_a_poisoned_token
 from training_cases import STEPS, UNEVEN_TEXTS, plain_model, write_training_config

@@ -125,12 +125,6 @@ def _head_groups(wide_bytes: int, kv_heads: int) -> list[slice]:
     return [slice(first, min(first + at_once, kv_heads)) for first in range(0, kv_heads, at_once)]
 
 
-def fastest_kernels() -> list[AttentionKernels]:
-    """Return the kernels that are worth trying on this machine's GPU, the fastest first."""
-    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    return [*(name for name, one in IMPLEMENTATIONS.items() if major in one.fastest_on), "varlen_cuda"]
-
-
 def varlen_refusal(dtype: torch.dtype | None, head_dim: int | None, name: AttentionKernels = "varlen_cuda") -> str:
     """Why the kernels cannot compute with a precision, head dimension or this machine's GPU; "" = they can."""
     runs_on = IMPLEMENTATIONS[name].runs_on

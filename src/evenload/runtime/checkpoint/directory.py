@@ -24,6 +24,7 @@ from evenload.types.base import Frozen
 
 PROGRESS_FILE = "progress.json"  # written last
 
+_NAMED, _REPLACED = "step-*", ".step-*.replaced"
 _STEP_NAME = re.compile(r"step-(?P<final>\d{8,})|\.step-(?P<replaced>\d{8,})\.replaced")
 
 
@@ -50,17 +51,13 @@ def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Return all complete checkpoints, fewest steps first; one a number of steps."""
     # Of a step that is written again, what has its name counts, if it is whole.
-    both = (*_replaced_checkpoints(directory), *_named_checkpoints(directory))
+    both = (*_checkpoints(directory, _REPLACED), *_checkpoints(directory, _NAMED))
     complete = {steps_in_name(path): path for path in both if _is_complete(path)}
     return [complete[steps_done] for steps_done in sorted(complete)]
 
 
-def _named_checkpoints(directory: Path) -> list[Path]:
-    return sorted((path for path in directory.glob("step-*") if _STEP_NAME.fullmatch(path.name)), key=steps_in_name)
-
-
-def _replaced_checkpoints(directory: Path) -> list[Path]:
-    return [path for path in directory.glob(".step-*.replaced") if _STEP_NAME.fullmatch(path.name)]
+def _checkpoints(directory: Path, names: str) -> list[Path]:
+    return sorted((path for path in directory.glob(names) if _STEP_NAME.fullmatch(path.name)), key=steps_in_name)
 
 
 def _is_complete(path: Path) -> bool:
@@ -79,7 +76,7 @@ def skipped_checkpoints(directory: Path, taken: Path | None) -> list[str]:
     instead = f"going on from {taken.name}" if taken is not None else "starting from the beginning"
     return [
         f"{path} is not a complete checkpoint (no {PROGRESS_FILE}, which is written last) and is passed over; {instead}"
-        for path in _named_checkpoints(directory)
+        for path in _checkpoints(directory, _NAMED)
         if (taken is None or steps_in_name(path) > steps_in_name(taken)) and not _is_complete(path)
     ]
 
@@ -103,7 +100,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Delete what interrupted saves left; a checkpoint that was not replaced gets its name back."""
-    for path in _replaced_checkpoints(directory):
+    for path in _checkpoints(directory, _REPLACED):
         final = checkpoint_path(directory, steps_in_name(path))
         if not _is_complete(path) or _is_complete(final):
             _remove(path)
@@ -117,7 +114,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def prune_checkpoints(directory: Path, keep: int, best_steps: Collection[int] = ()) -> None:
     """Delete all but the newest `keep` checkpoints, 0 = all, and those after `best_steps` steps; never the newest."""
-    for path in _replaced_checkpoints(directory):
+    for path in _checkpoints(directory, _REPLACED):
         if _is_complete(checkpoint_path(directory, steps_in_name(path))):
             _remove(path)
     for path in complete_checkpoints(directory)[:-keep] if keep else ():

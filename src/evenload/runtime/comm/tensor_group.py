@@ -57,6 +57,12 @@ def row_owners(ranges: Iterable[Range], size: int) -> NDArray[np.int64]:
     return np.concatenate([*owners, np.zeros(0, np.int64)]) % size
 
 
+def with_padding(rows: Tensor, count: int) -> Tensor:
+    """Return rows [n, ...] with zeros behind them, [count, ...]; themselves where they are as many."""
+    missing = count - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+
+
 class TensorGroup(RankGroup):
     """Ranks with parts of the same matrices; chunks have at least `chunk_rows` of a pack's rows, alike on all ranks."""
 
@@ -126,11 +132,11 @@ class RowExchange:
 
     def gather(self, own: Tensor) -> Tensor:
         """Gather [num_own, ...] into [T, ...] in row order. Collective, as all of these."""
-        return self._group.all_gather(self._pad(own), self._what).wait()[self._place]
+        return self._group.all_gather(with_padding(own, self._padded), self._what).wait()[self._place]
 
     def start_gather(self, own: Tensor) -> Callable[[Tensor], None]:
         """Start a `gather`; the result waits and fills a tensor [T, ...]."""
-        transfer = self._group.all_gather(self._pad(own), self._what)
+        transfer = self._group.all_gather(with_padding(own, self._padded), self._what)
         return lambda rows: torch.index_select(transfer.wait(), 0, self._place, out=rows)  # type: ignore[return-value]
 
     def sum_scatter(self, partial: Tensor) -> Tensor:
@@ -153,10 +159,6 @@ class RowExchange:
         own = chosen[self._owners == self._group.rank]
         part = RowExchange(self._group, self._owners[chosen], self._device, self._what)
         return part, self._on_device(np.flatnonzero(own)), self._on_device(np.flatnonzero(~own))
-
-    def _pad(self, own: Tensor) -> Tensor:
-        missing = self._padded - self.num_own
-        return torch.cat([own, own.new_zeros((missing, *own.shape[1:]))]) if missing else own
 
     def _on_device(self, index: NDArray[np.int64]) -> Tensor:
         return to_device(torch.from_numpy(index), self._device)

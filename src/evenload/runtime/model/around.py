@@ -111,14 +111,12 @@ class WholeModel:
         for index, layer in self.layers.items():
             own[index] = _LayerSlot(index, layer, self)
         for path, module in self.modules.items():
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, _Slot(module, self))
+            model.set_submodule(path, _Slot(module, self))
 
     def restore(self) -> None:
         """Put layers and modules back into the model."""
         for path, module in [*self.modules.items(), *((f"{self.path}.{at}", one) for at, one in self.layers.items())]:
-            parent, _, name = path.rpartition(".")
-            self.model.get_submodule(parent)._modules[name] = module
+            self.model.set_submodule(path, module)
 
     def run(
         self, positions: Tensor | None, on_layer: OnLayer, *, token_ids: Tensor | None, like: Tensor

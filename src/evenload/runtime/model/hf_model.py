@@ -5,7 +5,6 @@ cut to the stage's units, and only those are filled: from safetensors, or from a
 on the layout.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from evenload.config.sections import LoraConfig
-from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.errors import ConfigError, UnsupportedModelError, did_you_mean
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, LayersRan, WholeModel, using
 from evenload.runtime.model.liger import use_liger
 from evenload.runtime.model.lora import add_adapters
@@ -177,8 +176,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         function = getattr(text, key, None)
         if isinstance(function, str) and function not in ACT2FN:
-            near = difflib.get_close_matches(function, ACT2FN, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "most decoders have 'silu'"
+            hint = did_you_mean(function, ACT2FN, 0.6).strip() or "most decoders have 'silu'"
             raise ConfigError(f"config.json: {key} is '{function}', which transformers does not know; {hint}")
     try:
         with torch.device("meta"):

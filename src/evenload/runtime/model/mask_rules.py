@@ -97,15 +97,11 @@ _KNOWN: dict[Hashable, MaskRule] = {}
 """By code and constants of mask functions, of which models make a new one a pack."""
 
 
-def _closure(function: FunctionType) -> dict[str, Any]:
-    cells = function.__closure__ or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-
-
 def _of_cell(name: str, value: Any) -> tuple[Hashable, Any]:
     """Return what makes a mask function, or a value that it reads, equal to others, and the same without tensors."""
     if isinstance(value, FunctionType):
-        cells = [_of_cell(*item) for item in _closure(value).items()]
+        read = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        cells = [_of_cell(name, cell.cell_contents) for name, cell in read]
         closure = tuple(CellType(one) for _, one in cells)
         own = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
         return (value.__code__, value.__defaults__, *(key for key, _ in cells)), own

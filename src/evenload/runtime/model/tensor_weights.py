@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.comm.tensor_group import TensorGroup
+from evenload.runtime.comm.tensor_group import TensorGroup, with_padding
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.packed_cuts import take_share
 from evenload.runtime.model.structure import Structure, block_of, linear_kind
@@ -160,8 +160,7 @@ def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | No
     if split is None or group is None:
         return local
     rows = local.movedim(split.dim, 0)
-    padded = rows.new_zeros(sum(split.parts), *rows.shape[1:])
-    padded[: len(rows)] = rows
+    padded = with_padding(rows, sum(split.parts))
     gathered = group.all_gather(padded, "parts of a tensor").wait().unflatten(0, (split.ranks, -1))
     whole = torch.cat(
         [parts.flatten(0, 1)[:size] for parts, size in zip(gathered.split(split.parts, 1), split.sections, strict=True)]

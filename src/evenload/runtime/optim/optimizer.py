@@ -5,8 +5,17 @@ bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has
 **bfloat16 moments** (`optimizer.moments`) are rounded after every update, and of a master, as int32, only what its bf16
 weight lacks is kept: master = weight * 2^16 + lower half, int16. A few elements at a time are widened for the update.
 
-**In host memory** (`optimizer.offload_stages`) the state of a rank comes to the device a chunk at a time, and goes back
-(`offloaded_state`).
+**In host memory** (`optimizer.offload_stages`; ZeRO-Offload, Ren et al. 2021, but the device computes) the state of a
+rank comes to the device a few elements at a time while weights are updated, and goes back:
+
+    host to device   chunk 1   chunk 2   chunk 3             chunk 4
+    update                     chunk 1   chunk 2             chunk 3
+    device to host                       chunk 1             chunk 2
+
+Copies run beside the update, each direction in an order of its own, since a link carries both at once; a step begins
+when all of the step before has been written. AdamW updates every element by itself, so the result is the same to the
+bit. The device holds three chunks at once. Price: state bytes there and back over the link to host memory a step, of
+which the update hides its own seconds at most.
 
 **Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW. The
 directions of a buffer are gathered once, and every rank orthogonalises the matrices of which it owns some elements.
@@ -20,7 +29,8 @@ step, and fifteen products of every matrix of which this rank owns a part.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +43,7 @@ from evenload.cost.memory import WIDENED_ELEMENTS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.data_parallel import FlatBuffer, WeightGathers
-from evenload.runtime.optim.offloaded_state import CHUNK_ELEMENTS, OffloadedState
+from evenload.runtime.replay.host_copies import HostCopies, Wait
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -90,11 +100,6 @@ class _Part:
     weights: Tensor
     state: dict[str, Tensor]
 
-    @property
-    def master(self) -> Tensor:
-        """Weights in the precision of gradients, where they are not in halves."""
-        return self.state.get(MASTER, self.weights)
-
 
 def joined(weights: Tensor, lower: Tensor) -> Tensor:
     """Return fp32 masters of bf16 weights and int16 lower halves, [n] each."""
@@ -107,6 +112,68 @@ def split(master: Tensor, weights: Tensor, lower: Tensor) -> None:
     lower.copy_(bits.view(torch.int16)[::2])
     weights.view(torch.int16).copy_(bits.sub_(lower).view(torch.int16)[1::2])
     weights.masked_fill_(is_nan, math.nan)  # a GPU's NaN would be rounded up to -0
+
+
+CHUNK_ELEMENTS = 2**22
+"""Of a tensor of the state: 16 MiB in fp32, which a copy over PCIe does not notice to be cut."""
+_AHEAD = 2
+
+Chunk = Mapping[str, Tensor]
+"""A few elements of every tensor of a state, by name."""
+
+
+class OffloadedState:
+    """Holds tensors in host memory; `begin` names the chunks of an update, which are then taken in order, updated in
+    place and given back."""
+
+    def __init__(self, copies_in: HostCopies, copies_out: HostCopies, device: torch.device) -> None:
+        self._in, self._out, self._device = copies_in, copies_out, device
+        self._coming = deque[Chunk]()
+        self._brought = deque[tuple[Chunk, dict[str, tuple[Tensor, Wait]]]]()
+        self._written = deque[list[Wait]]()
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a flat tensor in host memory, of this object for its life."""
+        memory = self._in.arena.new_segment(max(1, tensor.nbytes))
+        return memory[: tensor.nbytes].view(tensor.dtype).copy_(tensor)
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Begin an update of these chunks of what is kept."""
+        assert not self._brought, "an update has not taken all of its chunks"
+        self.synchronize()
+        self._coming = deque(chunks)
+        for _ in range(_AHEAD):
+            self._bring()
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the next chunk on the device."""
+        copies = self._brought[0][1]
+        for _, wait in copies.values():
+            wait()
+        return {name: tensor for name, (tensor, _) in copies.items()}
+
+    def give_back(self, state: Mapping[str, Tensor]) -> None:
+        """Write the chunk that was taken last, with its new values, and bring another one."""
+        chunk, _ = self._brought.popleft()
+        self._written.append([self._out.to_rows(state[name], rows) for name, rows in chunk.items()])
+        if len(self._written) == _AHEAD:
+            for wait in self._written.popleft():
+                wait()
+        self._bring()
+
+    def synchronize(self) -> None:
+        """Wait until what was given back is in host memory, where the processor reads it."""
+        while self._written:
+            for wait in self._written.popleft():
+                wait()
+        self._out.synchronize()
+
+    def _bring(self) -> None:
+        if self._coming:
+            chunk = self._coming.popleft()
+            self._brought.append(
+                (chunk, {name: self._in.to_device([rows], self._device) for name, rows in chunk.items()})
+            )
 
 
 class ShardedOptimizer:
@@ -166,7 +233,8 @@ class ShardedOptimizer:
                 shard.mul_(scale)  # fused AdamW's `grad_scale` divides, which rounds otherwise, and writes them, too
             if part.has_muon:  # before any gather of weights, as its own gathers are
                 update = muon_update(part.buffer, shard, part.state["momentum"], config.momentum, self._mesh)
-                part.master.mul_(1 - rate * config.weight_decay).add_(update, alpha=-rate)
+                master = part.state.get(MASTER, part.weights)  # in the precision of gradients: not in halves
+                master.mul_(1 - rate * config.weight_decay).add_(update, alpha=-rate)
         given = iter(shards)
         for unit, parts in self._units.items():
             self.update_unit(unit, list(itertools.islice(given, len(parts))), rate)

@@ -44,6 +44,7 @@ from evenload.attention.range_attention import (
 )
 from evenload.errors import ConfigError
 from evenload.runtime.comm.collectives import ContextGroup, Transfer
+from evenload.runtime.comm.tensor_group import with_padding
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, layer_of, num_rows
 from evenload.stepplan.cp_rows import PackRows
@@ -272,11 +273,6 @@ class _Exchange:
     padded: int
     places: dict[int, Tensor]
 
-    def pad(self, rows: Tensor) -> Tensor:
-        if rows.shape[0] == self.padded:
-            return rows
-        return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
-
 
 class GatherAttention(PackAttention):
     """All-gathers keys and values (see the module)."""
@@ -296,7 +292,10 @@ class GatherAttention(PackAttention):
         gathered = _divided(gather.wait(), (k.shape[-1], v.shape[-1]))
         seen: list[tuple[Tensor, Tensor]] = []
         for index, places in self._all.places.items():
-            keys, values = self._placed(call, index, places, gathered)
+            piece, (keys, values) = self._slices[index], (rows[places] for rows in gathered)
+            if piece.document.is_cut:
+                call.store.record_keys(piece.document.doc_id, call.key, piece.start, keys, values)
+                keys, values = call.store.keys_and_values(piece.document.doc_id, call.key, 0, piece.stop)
             visible = (slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index])
             seen += [(keys[one], values[one]) for one in visible]
         if seen:
@@ -375,7 +374,7 @@ class GatherAttention(PackAttention):
         return _Exchange(padded, places)
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
-        return self.group.all_gather(exchange.pad(torch.cat([k, v], dim=-1)), self._what(call))
+        return self.group.all_gather(with_padding(torch.cat([k, v], dim=-1), exchange.padded), self._what(call))
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
         if not self._again.places:
@@ -393,14 +392,6 @@ class GatherAttention(PackAttention):
             mine, piece = self._rows[index], self._slices[index]
             first = piece.document.rows_before(self.group.rank, piece.start)
             call.store.record_keys(piece.document.doc_id, call.key, first, k[mine], v[mine])
-
-    def _placed(self, call: AttentionCall, index: int, places: Tensor, gathered: KeysAndValues) -> KeysAndValues:
-        piece = self._slices[index]
-        keys, values = (rows[places] for rows in gathered)
-        if not piece.document.is_cut:
-            return keys, values
-        call.store.record_keys(piece.document.doc_id, call.key, piece.start, keys, values)
-        return call.store.keys_and_values(piece.document.doc_id, call.key, 0, piece.stop)
 
 
 def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:
@@ -502,8 +493,7 @@ class RingAttention(PackAttention):
             torch.cat(call.store.keys_and_values(piece.document.doc_id, call.key, 0, carried), dim=-1)
             for piece, carried in zip(self._slices, self._carried, strict=True)
         ]
-        missing = self._padded - sum(self._carried)
-        return torch.cat([*parts, parts[0].new_zeros((missing, *parts[0].shape[1:]))])
+        return with_padding(torch.cat(parts), self._padded)
 
 
 def require_no_window(window: int) -> None:

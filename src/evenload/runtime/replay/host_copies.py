@@ -76,7 +76,14 @@ class PageLockedMemory:
             pages.madvise(mmap.MADV_HUGEPAGE)
         segment = torch.frombuffer(pages, dtype=torch.uint8)
         if code := page_lock(segment):
-            raise ConfigError(self._refusal(num_bytes, code))
+            held = sum(other.nbytes for other in self._segments)
+            limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            allowed = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+            raise ConfigError(
+                f"CUDA did not page-lock {format_bytes(num_bytes)} more host memory for offloading; this process has "
+                f"{format_bytes(held)} (cudaHostRegister: CUDA error {code}; ulimit -l: {allowed}). Lower "
+                'plan.host_memory_bytes, raise ulimit -l, or set plan.options.policy = "recompute"'
+            )
         self._segments.append(segment)
         return segment
 
@@ -84,16 +91,6 @@ class PageLockedMemory:
         while self._segments:
             code = int(self._cuda.cudaHostUnregister(self._segments.pop().data_ptr()))
             assert not code, f"cudaHostUnregister: CUDA error {code}"
-
-    def _refusal(self, num_bytes: int, code: int) -> str:
-        held = sum(segment.nbytes for segment in self._segments)
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        allowed = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
-        return (
-            f"CUDA did not page-lock {format_bytes(num_bytes)} more host memory for offloading; this process has "
-            f"{format_bytes(held)} (cudaHostRegister: CUDA error {code}; ulimit -l: {allowed}). Lower "
-            'plan.host_memory_bytes, raise ulimit -l, or set plan.options.policy = "recompute"'
-        )
 
 
 class _Span(NamedTuple):

@@ -107,7 +107,7 @@ class RankPackTokens:
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
         """Return the token ranges that this rank computes, padding included, in row order."""
         shared = self._shared(pack)
-        return pack_ranges(pack) if shared is None else shared.ranges(self._rank_in(shared))
+        return pack_ranges(pack) if shared is None else shared.ranges(self._groups[shared.block].rank)
 
     def stored_tokens(self) -> dict[int, int]:
         """Return how many tokens' keys and values this rank stores of every document."""
@@ -119,7 +119,7 @@ class RankPackTokens:
                     stored[doc_id] = max(stop, stored.get(doc_id, 0))
             else:
                 assert self._rows is not None
-                rank = self._rank_in(shared)
+                rank = self._groups[shared.block].rank
                 for doc_id, _, _ in shared.held(rank):
                     rows = self._rows.documents[doc_id]
                     holds_all = rows.is_cut and self._exchange == "all_gather"
@@ -150,7 +150,7 @@ class RankPackTokens:
                 f"{pack.direction} pack {pack.index} is shared by ranks, and labels of documents count several times, "
                 "because sequences of a group are equal; use parallel.cp = 1 and plan.options.dp_merge = false"
             )
-        rank = self._rank_in(shared)
+        rank = self._groups[shared.block].rank
         ranges = shared.ranges(rank)
         edges = np.array([(start, stop) for _, start, stop in ranges], dtype=np.int64).reshape(-1, 2)
         columns = collate_ranges([doc_id for doc_id, _, _ in ranges], edges[:, 0], edges[:, 1], documents)
@@ -172,9 +172,6 @@ class RankPackTokens:
 
     def _shared(self, pack: MicroPack) -> PackRows | None:
         return None if self._rows is None else self._rows.of_pack(pack)
-
-    def _rank_in(self, shared: PackRows) -> int:
-        return self._groups[shared.block].rank
 
 
 def pack_ranges(pack: MicroPack) -> tuple[Range, ...]:

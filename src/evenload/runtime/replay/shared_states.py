@@ -127,7 +127,7 @@ class SharedStates:
         starts: list[Tensor | None] = [None] * len(self._own)
         for piece, turns in self._slices:
             place = key, piece.document.doc_id
-            state = states.take((*place, piece.start)) if piece.start else _zeros(form, gathered)
+            state = states.take((*place, piece.start)) if piece.start else gathered.new_zeros(form.state)
             for num_tokens, row, own in turns:
                 if own is not None and self._own[own].start:
                     starts[own] = state.to(like.dtype)
@@ -146,7 +146,7 @@ class SharedStates:
         for piece, turns in self._slices:
             place = key, piece.document.doc_id
             is_last = piece.stop == piece.document.num_tokens
-            gradient = _zeros(form, gathered) if is_last else states.take_gradient((*place, piece.stop))
+            gradient = gathered.new_zeros(form.state) if is_last else states.take_gradient((*place, piece.stop))
             for num_tokens, row, own in reversed(turns):
                 if own is not None:
                     found[own] = gradient
@@ -162,10 +162,6 @@ class SharedStates:
         for row, part in zip(mine, parts, strict=False):
             torch.cat([one.detach().flatten().to(mine.dtype) for one in part], out=row)
         return self._group.all_gather(mine, what).wait()
-
-
-def _zeros(form: StateForm, like: Tensor) -> Tensor:
-    return like.new_zeros(form.state)
 
 
 def _divided(form: StateForm, row: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,9 @@ All ranks post in the order of pieces before they wait, and whoever is at the fi
 none behind it, so there is no circle of waits. Of the group `moving` only this thread makes calls, in one order.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -31,13 +30,8 @@ from evenload.runtime.optim.data_parallel import GatherTrace, padded_size
 from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.twin_layer import WEIGHTS, Elements, MovedParts, Shards, Transport
 
-
-@dataclass(frozen=True, eq=False)
-class _Posted:
-    """Transfers that were begun, and moves that this rank is to read."""
-
-    works: list[dist.Work] = field(default_factory=list)
-    reads: list[tuple[Move, Shards]] = field(default_factory=list)
+_Posted = tuple[list[dist.Work], list[tuple[Move, Shards]]]
+"""Transfers that were begun, and moves that this rank is to read."""
 
 
 class Arrival:
@@ -78,8 +72,7 @@ class Arrival:
         gained = (move.piece for move in (*moves.weights, *moves.relayed) if move.target == new.rank)
         self._last_of = {pieces[index].piece.unit: index for index in sorted(gained)}
         self._awaited = set(self._last_of)
-        self._arrived: dict[int, torch.cuda.Event | None] = {}
-        self._has_failed, self._has_changed = False, threading.Condition()
+        self._arrived: dict[int, Future[torch.cuda.Event | None]] = {unit: Future() for unit in self._last_of}
         self._clock, self._waits = step_clock(new.device), list[object]()
         self._clock.start()  # after what was queued before
         self._stream = torch.cuda.Stream(new.device) if new.device.type == "cuda" else None
@@ -93,11 +86,9 @@ class Arrival:
         if unit not in self._awaited:
             return
         start = self._clock.mark()
-        with self._new.watch.waiting(f"the weights of unit {unit} in the new layout"), self._has_changed:
-            self._has_changed.wait_for(lambda: unit in self._arrived or self._has_failed)
-        if unit not in self._arrived:
-            self.thread.result()
-        if (event := self._arrived[unit]) is not None:
+        with self._new.watch.waiting(f"the weights of unit {unit} in the new layout"):
+            self._arrived[unit].exception()  # waits, and raises nothing
+        if (event := self._arrived[unit].result()) is not None:
             torch.cuda.current_stream(self._new.device).wait_event(event)
         self._waits += [start, self._clock.mark()]
         self._awaited.remove(unit)
@@ -133,10 +124,10 @@ class Arrival:
             with torch.cuda.stream(self._stream):  # None: of a CPU, nothing
                 self._bring_weights()
                 return self._bring_state()
-        except BaseException:  # whatever it is, who waits raises it
-            with self._has_changed:
-                self._has_failed = True
-                self._has_changed.notify_all()
+        except BaseException as error:  # whatever it is, who waits raises it
+            for unit in self._arrived.values():
+                if not unit.done():
+                    unit.set_exception(error)
             raise
 
     def _bring_weights(self) -> None:
@@ -168,9 +159,7 @@ class Arrival:
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record(self._stream)
-        with self._has_changed:
-            self._arrived[unit] = event
-            self._has_changed.notify_all()
+        self._arrived[unit].set_result(event)
 
     def _bring_state(self) -> Mapping[int, Shards]:
         new, what, moves = self._new, "optimizer state of the new layout", self._moves.state
@@ -207,14 +196,15 @@ class Arrival:
             elif move.source == rank and not self._is_read(move, move.target):
                 ops += [dist.P2POp(dist.isend, part, move.target, group) for part in outgoing(move).values()]
         with self._new.watch.waiting(what):
-            return _Posted(dist.batch_isend_irecv(ops) if ops else [], reads)
+            return dist.batch_isend_irecv(ops) if ops else [], reads
 
     def _complete(self, posted: _Posted, what: str) -> None:
+        works, reads = posted
         with self._new.watch.waiting(what):
-            for move, parts in posted.reads:
+            for move, parts in reads:
                 assert self._twins is not None
                 self._twins.fetch(move, parts, self._updates_of(move.piece))
-            for work in posted.works:
+            for work in works:
                 work.wait()
 
     def _wait_for_all(self, what: str) -> None:

@@ -192,7 +192,7 @@ def build_models(
 ) -> tuple[PretrainedConfig, dict[int, StageModel], RangeAttention]:
     """Make the modules of `build_rank_stages`, by index of stage, ascending, and what runs them; errors as there."""
     hf_config = load_config(model.path)
-    dtype = dtype_of(model)
+    dtype = getattr(torch, model.dtype)
     folder = local_path(model.path, "model.path", "settings" if model.random_init else "weights")
     require_same_revision(model.path, folder, mesh)
     build = partial(
@@ -211,10 +211,6 @@ def build_models(
     for part in parts.values() if uses_liger(run, model.dtype) else ():
         part.use_liger(mesh.layout.tp)
     return hf_config, parts, backend
-
-
-def dtype_of(model: ModelConfig) -> torch.dtype:
-    return getattr(torch, model.dtype)
 
 
 @dataclass(frozen=True)
@@ -302,8 +298,9 @@ class LiveStages:
         mesh, tp = self.mesh, self.mesh.layout.tp
         hf_config, models, self._backend = build_models(model, run, spec, mesh)
         parts = tuple(models.values())
+        dtype = getattr(torch, model.dtype)
         self._whole, held = unit_modules(
-            parts, dtype=dtype_of(model), device=mesh.device, lora=model.lora, tp_rank=mesh.tp_rank, tp=tp
+            parts, dtype=dtype, device=mesh.device, lora=model.lora, tp_rank=mesh.tp_rank, tp=tp
         )
         # Of all stages, so that a piece takes as much memory on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})

@@ -26,8 +26,7 @@ from evenload.runtime.optim.data_parallel import (
     UpdatesInBackward,
     WeightsUnderWay,
 )
-from evenload.runtime.optim.offloaded_state import OffloadedState
-from evenload.runtime.optim.optimizer import ShardedOptimizer
+from evenload.runtime.optim.optimizer import OffloadedState, ShardedOptimizer
 from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage

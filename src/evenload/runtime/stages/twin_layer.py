@@ -214,10 +214,12 @@ class Transport(ABC):
     """Moves `pieces`, by index, between ranks of a machine with the same tensor-parallel place."""
 
     pieces: Mapping[int, PieceMemory]
+    _others: Mapping[int, Any]
+    """What is known of the ranks that share memory with this one, by rank."""
 
-    @abstractmethod
     def reaches(self, piece: int, rank: int) -> bool:
         """Say whether a piece can be read from a rank."""
+        return piece in self.pieces and rank in self._others
 
     @abstractmethod
     def offer(self, moves: Sequence[Move], parts: MovedParts, updates: UpdatesOf) -> None:
@@ -246,9 +248,6 @@ class TwinMemory(Transport):
     ) -> None:
         self.pieces, self._others, self._patience_s = pieces, others, patience_s
         self._marks = own.tensor(0, num_pieces, torch.int64)
-
-    def reaches(self, piece: int, rank: int) -> bool:
-        return piece in self.pieces and rank in self._others
 
     def mark(self, piece: int, num_updates: int | None) -> None:
         """Mark what this rank holds of a piece as of so many updates; None = nothing is to be read."""
@@ -319,9 +318,6 @@ class HostTwins(Transport):
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evenload-twins")
         self._copies: list[Future[None]] = []
-
-    def reaches(self, piece: int, rank: int) -> bool:
-        return piece in self.pieces and rank in self._others
 
     def offer(self, moves: Sequence[Move], parts: MovedParts, updates: UpdatesOf) -> None:
         if self._stream is not None:
