@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from evenload.check.smaller_run import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, judged, skipped
+from evenload.check.smaller_run import STEPS, Seen, StepRunner, Verdict, exact_casts, judged, skipped
 from evenload.config.planner import host_memory_of_run, make_planner, options_of_run
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
@@ -429,7 +429,7 @@ _COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))
 
 def run_checks(
     config: TrainConfig,
-    scope: Scope,
+    smaller: TrainConfig,
     mesh: Mesh,
     coefficients: CostCoefficients,
     memory_cap_bytes: int,
@@ -438,8 +438,8 @@ def run_checks(
 ) -> list[Verdict]:
     """Run all checks in order and return their verdicts, the same on every rank; the limits are of a process of this
     run, and of the user's, and `on_start` is called with a check's name before it. Collective."""
-    options = options_of_run(scope.config, model_spec(scope.config), mesh.layout, coefficients)
-    smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
+    options = options_of_run(smaller, model_spec(smaller), mesh.layout, coefficients)
+    smaller = msgspec.structs.replace(smaller, plan=msgspec.structs.replace(smaller.plan, options=options))
     vocab_size = model_spec(smaller).vocab_size
     loader = GlobalBatchLoader(smaller.data, vocab_size=vocab_size)
     batch = loader.next_batch()
