@@ -55,7 +55,7 @@ from evenload.cost.coefficients import (
     write_coefficients,
 )
 from evenload.cost.group_transfers import weight_gather_seconds
-from evenload.runtime.comm.mesh import Mesh, most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, gather_from_all, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Direction
@@ -275,8 +275,7 @@ def calibrate(
         overlap=overlap_cost(mesh),
         is_cut_short=is_late or is_few,
     )
-    everyone = [mine] * mesh.layout.world_size
-    dist.all_gather_object(everyone, mine, group=mesh.control)
+    everyone = gather_from_all(mine, mesh)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
     return fitted, largest

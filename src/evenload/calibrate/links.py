@@ -23,7 +23,7 @@ from evenload.calibrate.fit import fit_relative, median_seconds
 from evenload.cost.coefficients import CostCoefficients, OverlapCost
 from evenload.cost.validity import link_fields
 from evenload.runtime.comm.collectives import ContextGroup, ThreadQueue, all_gather_single, reduce_scatter_single
-from evenload.runtime.comm.mesh import Mesh, Meshes
+from evenload.runtime.comm.mesh import Mesh, Meshes, gather_from_all
 from evenload.types.cluster import LinkSpec
 
 Measured = TypeVar("Measured", LinkSpec, OverlapCost)
@@ -91,9 +91,7 @@ def links_of_layouts(costs: CostCoefficients, meshes: Meshes) -> CostCoefficient
 
 def _medians(mesh: Mesh, *kinds: TransferKind) -> dict[TransferKind, LinkSpec]:
     """Measure some kinds of transfers in one layout; medians over its ranks. Collective over all ranks of the run."""
-    mine = {} if mesh.is_idle else quick_links(mesh, kinds)
-    everyone = [mine] * mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=mesh.control)
+    everyone = gather_from_all({} if mesh.is_idle else quick_links(mesh, kinds), mesh)
     links = {kind: median_link(everyone, kind) for kind in kinds}
     return {kind: link for kind, link in links.items() if link is not None}
 
@@ -208,9 +206,7 @@ def measured_overlap(meshes: Meshes) -> OverlapCost | None:
     """Time as `overlap_cost` in the layout in which most ranks hold the same weights, medians over all ranks.
     Collective over all ranks of the run, idle ones too."""
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
-    everyone: list[OverlapCost | None] = [None] * mesh.num_ranks
-    dist.all_gather_object(everyone, None if mesh.is_idle else overlap_cost(mesh), group=mesh.control)
-    return median_of(everyone)
+    return median_of(gather_from_all(None if mesh.is_idle else overlap_cost(mesh), mesh))
 
 
 def _trial(mesh: Mesh, group: dist.ProcessGroup, transfer: Callable[[], None]) -> tuple[float, float]:

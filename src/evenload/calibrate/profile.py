@@ -37,7 +37,7 @@ from evenload.calibrate.rounds import (
     time_round,
 )
 from evenload.cost.coefficients import CostCoefficients, Noise, Profile, TimedPack, digest_of
-from evenload.runtime.comm.mesh import Mesh, most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, gather_from_all, most_of_ranks, share_of_first
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.document import Direction, Range
 from evenload.types.model import ModelSpec
@@ -211,8 +211,7 @@ def profile(
         on_pass(len(passes), max(len(passes), MIN_PASSES, expected))
     mine = _rank_profile(passes, work, shares_of(stage, task.timed, task.model), waits.share(), stage)
     mine = mine._replace(measurement=replace(mine.measurement, overlap=overlap_cost(mesh)))
-    everyone: list[RankProfile] = [mine] * mesh.layout.world_size
-    dist.all_gather_object(everyone, mine, group=mesh.control)
+    everyone = gather_from_all(mine, mesh)
     ranks = [one.measurement for one in everyone]
     noise = max_noise(ranks)
     if noise.is_noisy:
@@ -242,9 +241,7 @@ def profile(
         has_overlap=fitted.overlap is not None,
     )
     embedding_s = [one.embedding_s for one in everyone if one.embedding_s is not None]
-    written = [_recorded(fitted, record, embedding_s)]
-    dist.broadcast_object_list(written, src=0, group=mesh.control)
-    return written[0]
+    return share_of_first(_recorded(fitted, record, embedding_s), mesh)
 
 
 def _is_over(spent_s: float, num_passes: int, task: ProfileTask, mesh: Mesh) -> bool:

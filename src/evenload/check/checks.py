@@ -47,7 +47,7 @@ from evenload.planning.deferral import DelayState
 from evenload.planning.planner import StepPlanner
 from evenload.planning.strategies.baselines import BALANCED, BEST_FIT, PADDED
 from evenload.planning.strategies.slimpack import SLIMPACK, SlimpackOptions
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, gather_from_all, share_of_first
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.trainer import Trainer
@@ -86,8 +86,7 @@ def check_isolation(
         # A document without any label has no gradient, whatever its tokens are.
         alive = {key[:2] for key, rows in before.items() if key[1] in changed and rows.any()}
         blind += sum(key not in moved for key in alive)
-    everyone: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * mesh.layout.world_size
-    dist.all_gather_object(everyone, (leak, noise, blind, len({key[:2] for key in before})), group=mesh.control)
+    everyone = gather_from_all((leak, noise, blind, len({key[:2] for key in before})), mesh)
     leaks, noises, blinds, counts = zip(*everyone, strict=True)
     leak, noise, blind, observed = max(leaks), max(noises), sum(blinds), sum(counts)
     # The CPU's kernels are deterministic: whatever differs there was carried from elsewhere.
@@ -203,9 +202,7 @@ def _errors(
         reference = exact[name]
         difference = (gradient.double() - reference).square().sum()
         sums[name] = (float(difference), float(reference.square().sum()))
-    everyone: list[dict[str, tuple[float, float]]] = [{} for _ in range(mesh.layout.world_size)]
-    dist.all_gather_object(everyone, sums, group=mesh.control)
-    merged = {name: pair for part in everyone for name, pair in part.items()}
+    merged = {name: pair for part in gather_from_all(sums, mesh) for name, pair in part.items()}
     assert merged.keys() == exact.keys(), sorted(exact.keys() - merged.keys())
     whole = sum(norm for _, norm in merged.values())
     total = math.sqrt(sum(difference for difference, _ in merged.values()) / whole)
@@ -310,10 +307,8 @@ def check_resume(config: TrainConfig, coefficients: CostCoefficients, memory_cap
         for key, ours, theirs in zip(("plan", *_COMPARED_STEPS), row, expected, strict=True)
         if ours != theirs
     ]
-    shared = [differences[:4]]
-    dist.broadcast_object_list(shared, src=0, group=mesh.control)
-    if shared[0]:
-        return judged("resume", f"{same}: not as without", "; ".join(shared[0]))
+    if differences := share_of_first(differences[:4], mesh):
+        return judged("resume", f"{same}: not as without", "; ".join(differences))
     return judged("resume", f"{same}: batches, losses and gradient norms equal to the bit")
 
 
@@ -463,21 +458,21 @@ def run_checks(
         except EvenloadError as error:
             verdicts.append(judged(name, "", str(error)))
     on_start("ledger and memory")
-    surveyed: list[list[Verdict]] = [[]]
+    surveyed: list[Verdict] = []
     if mesh.rank == 0:
         model = model_spec(config)
         layout = layout_of(config.parallel, model.num_layers)
         survey = survey_batches(config, model, layout, coefficients, users_cap_bytes)
-        surveyed[0] = [check_ledger(survey), check_memory(survey, users_cap_bytes, config.plan.strategy)]
-    dist.broadcast_object_list(surveyed, src=0, group=mesh.control)
-    return verdicts + surveyed[0]
+        surveyed = [check_ledger(survey), check_memory(survey, users_cap_bytes, config.plan.strategy)]
+    return verdicts + share_of_first(surveyed, mesh)
 
 
 def _shared_plans(
     config: TrainConfig, documents: tuple[Document, ...], coefficients: CostCoefficients, cap_bytes: int, mesh: Mesh
 ) -> tuple[list[tuple[str, StepPlan]], list[str]]:
     """Return rank 0's plans with their titles, and those that could not be made with the reason, on every rank."""
-    shared: list[tuple[list[tuple[str, bytes]], list[str]]] = [([], [])]
+    plans: list[tuple[str, bytes]] = []
+    left_out: list[str] = []
     if mesh.rank == 0:
         options = config.plan.options
         longest = max(document.num_tokens for document in documents)
@@ -485,13 +480,11 @@ def _shared_plans(
         short = msgspec.structs.replace(options, max_pack_tokens=limit).with_own(SlimpackOptions(cuts="asymmetric"))
         host = host_memory_of_run(config.plan, mesh.ranks_per_machine)
         wanted = [(name, name, options) for name in dict.fromkeys((config.plan.strategy, *_COMPARED))]
-        plans, left_out = shared[0]
         for title, strategy, chosen in (*wanted, ("slimpack in short slices", SLIMPACK.name, short)):
             planner = StepPlanner(model_spec(config), coefficients, mesh.layout, cap_bytes, chosen, host=host)
             try:
                 plans.append((title, encode_plan(planner.plan(0, documents, strategy))))
             except EvenloadError as error:
                 left_out.append(f"{title}: {error}")
-    dist.broadcast_object_list(shared, src=0, group=mesh.control)
-    plans, left_out = shared[0]
+    plans, left_out = share_of_first((plans, left_out), mesh)
     return [(title, decode_plan(plan)) for title, plan in plans], left_out

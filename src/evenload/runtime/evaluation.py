@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenload.config.sections import ValidationConfig, validation_data, validation_digest
@@ -29,7 +28,7 @@ from evenload.planning.planner import RunPlanner, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
 from evenload.runtime.comm.collectives import TorchPeers
-from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks, share_of_first
 from evenload.runtime.replay.rank_packs import Exchange
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step, step_maker
@@ -243,10 +242,9 @@ class Evaluation:
     def _record_pass(self, steps_done: int, loss: float | None, run: EvaluatedRun) -> bool:
         """Record a pass; return whether it is among the best whose checkpoints are there. Collective."""
         run.settle_saves()  # a save may write or remove one of them
-        passes, mesh = [self.best], run.state.mesh
+        passes, mesh = self.best, run.state.mesh
         if mesh.rank == 0:
-            passes = [saved_passes(self._directory, self.best, self._keep_best)]
-        with mesh.watch.waiting("which of the best checkpoints are there"):
-            dist.broadcast_object_list(passes, src=0, group=mesh.control)
-        self.best, is_best = with_pass(passes[0], steps_done, loss, self._keep_best)
+            passes = saved_passes(self._directory, self.best, self._keep_best)
+        passes = share_of_first(passes, mesh, "which of the best checkpoints are there")
+        self.best, is_best = with_pass(passes, steps_done, loss, self._keep_best)
         return is_best

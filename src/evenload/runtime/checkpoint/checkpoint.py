@@ -22,7 +22,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -41,7 +40,7 @@ from evenload.runtime.checkpoint.pieces import (
     read_metadata,
     whole_tensor,
 )
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, share_of_first
 from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.data_parallel import FlatBuffer
 from evenload.runtime.optim.optimizer import AVERAGE, LOWER_HALF, MASTER
@@ -95,10 +94,8 @@ def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path
     """Return the checkpoint that all resume from, as rank 0 sees it, or None. `ConfigError`: not allowed.
     Collective."""
     newest = checkpoint_to_resume(directory, may_resume=may_resume)
-    name = [newest and newest.name]
-    with mesh.watch.waiting("the name of the checkpoint to resume from"):
-        dist.broadcast_object_list(name, src=0, group=mesh.control)
-    return directory / name[0] if name[0] else None
+    name = share_of_first(newest and newest.name, mesh, "the name of the checkpoint to resume from")
+    return directory / name if name else None
 
 
 def load_checkpoint(path: Path, state: RankState) -> RunPosition:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from evenload.config.train_config import ModelConfig
 from evenload.data.config import DataConfig
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, gather_from_all
 from evenload.runtime.model.export_files import copy_tokenizer, save_tensors, shard_units, write_index
 from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.lora import write_adapter
@@ -33,9 +33,8 @@ def export_run(
     rank's stages store and do not train, by name. Collective."""
     if model.lora is not None:
         directory = output / f"adapter{suffix}"
-        everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.num_ranks)]
         own = {n: t for unit in _own_units(buffers, {}, mesh) for n, t in _joined(unit, mesh).items()}
-        dist.all_gather_object(everyone, own, group=mesh.control)
+        everyone = gather_from_all(own, mesh)
         if mesh.rank == 0:
             tensors = {name: tensor for part in everyone for name, tensor in part.items()}
             write_adapter(directory, tensors, model.lora, model.path)
@@ -58,8 +57,7 @@ def export_model(
         config.save_pretrained(directory)
     dist.barrier(group=mesh.control)
     shards = shard_units([sum(t.nbytes for t in unit.values()) * mesh.layout.tp for unit in units])
-    counts = [0] * mesh.num_ranks
-    dist.all_gather_object(counts, len(shards) if mesh.tp_rank == 0 else 0, group=mesh.control)
+    counts = gather_from_all(len(shards) if mesh.tp_rank == 0 else 0, mesh)
     files: dict[str, tuple[str, int]] = {}
     for number, shard in enumerate(shards, 1 + sum(counts[: mesh.rank])):
         tensors: dict[str, Tensor] = {}
@@ -69,10 +67,9 @@ def export_model(
             file = f"model-{number:05d}-of-{sum(counts):05d}.safetensors"
             save_tensors(tensors, directory / file)
             files |= {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
-    everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.num_ranks)]
-    dist.all_gather_object(everyone, files, group=mesh.control)
+    written = gather_from_all(files, mesh)
     if mesh.rank == 0:
-        write_index(directory, {name: entry for part in everyone for name, entry in part.items()})
+        write_index(directory, {name: entry for part in written for name, entry in part.items()})
     dist.barrier(group=mesh.control)
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from evenload.runtime.device import synchronize_device
 from evenload.types.document import ReplicaBlock
 from evenload.types.layout import Channel, ChannelMode, ParallelLayout, channel_of
 from evenload.types.text import counted
+
+Told = TypeVar("Told")
 
 CHANNEL_CTAS = 4
 """Processors of a GPU that one transfer of a channel takes (an H100 has 132). Not measured yet."""
@@ -366,6 +368,22 @@ def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) 
                 else:
                     dist.send(one, mesh.other_end(channel), group=group)
                 used.add(group)
+
+
+def gather_from_all(mine: Told, mesh: Mesh, what: str = "a report") -> list[Told]:
+    """Return every rank's object, in the order of ranks; `what` is for messages. Collective over the control group."""
+    everyone = [mine] * mesh.num_ranks
+    with mesh.watch.waiting(what):
+        dist.all_gather_object(everyone, mine, group=mesh.control)
+    return everyone
+
+
+def share_of_first(mine: Told, mesh: Mesh, what: str = "a report") -> Told:
+    """Return rank 0's object on every rank; `what` is for messages. Collective over the control group."""
+    shared = [mine]
+    with mesh.watch.waiting(what):
+        dist.broadcast_object_list(shared, src=0, group=mesh.control)
+    return shared[0]
 
 
 def most_of_ranks(value: float, mesh: Mesh) -> float:

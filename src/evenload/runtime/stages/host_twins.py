@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from evenload.planning.layouts.moves import Move
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, gather_from_all
 from evenload.runtime.stages.twin_layer import (
     ABSENT,
     WEIGHTS,
@@ -34,7 +34,6 @@ from evenload.runtime.stages.twin_layer import (
     SparseMemory,
     Transport,
     UpdatesOf,
-    gather_from_all,
     place_pieces,
     ranks_here,
 )

@@ -45,7 +45,7 @@ from evenload.planning.layouts.moves import (
     shared_pieces,
     switch_seconds,
 )
-from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
+from evenload.runtime.comm.mesh import Mesh, Meshes, gather_from_all, most_of_ranks
 from evenload.runtime.model.around import WholeModel
 from evenload.runtime.model.hf_model import (
     StageModel,
@@ -66,7 +66,7 @@ from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.stages.arrival import Arrival
 from evenload.runtime.stages.host_twins import open_host_twins
 from evenload.runtime.stages.live_pieces import LivePiece, live_pieces
-from evenload.runtime.stages.twin_layer import WEIGHTS, SparseMemory, Transport, TwinMemory, gather_from_all, open_twins
+from evenload.runtime.stages.twin_layer import WEIGHTS, SparseMemory, Transport, TwinMemory, open_twins
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
@@ -76,8 +76,7 @@ from evenload.types.timeline import Timeline
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
     """Raise `ConfigError` on all ranks where their `folder`s are of different revisions of `path`. Collective."""
     mine = None if folder == path else Path(folder).name  # a folder of a cache is called as the revision is
-    everyone: list[str | None] = [None] * mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=mesh.control)
+    everyone = gather_from_all(mine, mesh, "the revision of the model")
     if len(set(everyone)) == 1:
         return
     named = "; ".join(

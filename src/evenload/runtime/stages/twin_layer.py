@@ -28,7 +28,7 @@ from torch import Tensor
 
 from evenload.errors import EvenloadError
 from evenload.planning.layouts.moves import Move
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, gather_from_all
 from evenload.runtime.replay.host_copies import PAGE_BYTES, page_lock
 from evenload.types.text import format_bytes
 
@@ -276,14 +276,14 @@ def open_twins(parts: Parts, capacities: Sequence[int], mesh: Mesh, patience_s: 
         address = own.address
     except OSError as error:
         reason = f"rank {mesh.rank}: {error}"
-    addresses = gather_from_all(address, mesh)
+    addresses = gather_from_all(address, mesh, "the shared memory of the machine")
     try:
         for rank in ranks_here(mesh):
-            if addresses[rank] is not None:
-                others[rank] = OthersMemory(addresses[rank])
+            if (there := addresses[rank]) is not None:
+                others[rank] = OthersMemory(there)
     except OSError as error:
         reason = reason or f"rank {mesh.rank}: {error}"
-    reasons = [one for one in gather_from_all(reason, mesh) if one]
+    reasons = [one for one in gather_from_all(reason, mesh, "the shared memory of the machine") if one]
     return reasons[0] if own is None or reasons else TwinMemory(own, others, places, len(parts), patience_s)
 
 
@@ -293,11 +293,3 @@ def ranks_here(mesh: Mesh) -> list[int]:
     return [
         rank for rank in range(mesh.num_ranks)[first : first + mesh.ranks_per_machine] if (rank - mesh.rank) % tp == 0
     ]
-
-
-def gather_from_all(mine: object, mesh: Mesh) -> list:
-    """Return every rank's object, in the order of ranks. Collective."""
-    objects: list = [None] * mesh.num_ranks
-    with mesh.watch.waiting("the shared memory of the machine"):
-        dist.all_gather_object(objects, mine, group=mesh.control)
-    return objects
