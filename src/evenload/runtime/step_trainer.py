@@ -21,7 +21,7 @@ from evenload.data.ledger import Tally, account_skipped, count_without_loss, tal
 from evenload.errors import NonFiniteStepError
 from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.checkpoint.writer import Saves
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, gather_from_all
 from evenload.runtime.device import measured_peak_bytes, reset_peak_bytes, seconds_now
 from evenload.runtime.executor import HeadOutput
 from evenload.runtime.replay.context_attention import rows_of
@@ -115,8 +115,7 @@ def _describe(planned: PlannedStep, gradients: StepGradients, mesh: Mesh) -> str
     """Describe what is not finite and where it comes from, alike on every rank. Collective over the control group."""
     heads = gradients.run.heads
     mine = ([one for output in heads if (one := _suspect(output, mesh.dp_rank)) is not None], len(heads))
-    everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=mesh.control)
+    everyone = gather_from_all(mine, mesh)
     suspects = sorted({suspect for result, _ in everyone for suspect in result})
     num_packs = sum(count for _, count in everyone)
     plan, loss, norm = planned.plan, gradients.loss, gradients.grad_norm
