@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from check_cases import invariance_among_processors, invariance_verdict, isolation_verdict, resume_verdict, tree_verdict
 from dist_training import COSTS
 from evenload.check.checks import check_ledger, check_memory, survey_batches
-from evenload.check.smaller_run import Verdict, checked_scope, exact_casts, exit_code
+from evenload.check.smaller_run import Verdict, exact_casts, exit_code, smaller_run
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.weight_files import stored_weights
@@ -191,18 +191,18 @@ def test_a_large_model_is_checked_by_its_first_layers_with_their_own_weights(tmp
     names = ["model.norm.weight", *(f"model.layers.{index}.mlp.up_proj.weight" for index in range(9))]
     save_file({name: torch.full((1,), 7.0) for name in names}, large / "model.safetensors")
     pretrained = ["model.random_init=false", "data.tokenizer=bytes"]
-    scope = checked_scope(
+    smaller, notes = smaller_run(
         load_train_config(config_file, [f"model.path={large}", "parallel.dp=8", "parallel.pp=3", *pretrained]),
         tmp_path / "short",
     )
-    kept = load_config(scope.config.model.path)
+    kept = load_config(smaller.model.path)
     assert kept.num_hidden_layers == 3
     assert len(kept.layer_types) == 3
     # The other layers' tensors lie in the same file, and have no place in the shorter model.
     assert set(stored_weights(tmp_path / "short" / "model")) == set(names[:4])
-    assert scope.config.parallel.dp == 2
-    assert any("first 3 of 9 layers" in note for note in scope.notes)
-    assert any("2 of 8 replicas" in note for note in scope.notes)
+    assert smaller.parallel.dp == 2
+    assert any("first 3 of 9 layers" in note for note in notes)
+    assert any("2 of 8 replicas" in note for note in notes)
 
 
 TOKENS = make_tokens([31, 12], 97)

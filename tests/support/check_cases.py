@@ -13,7 +13,7 @@ from dist_training import COSTS
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import keys_by_range
 from evenload.check.checks import _shared_plans, check_invariance, check_isolation, check_resume
-from evenload.check.smaller_run import StepRunner, Verdict, checked_scope
+from evenload.check.smaller_run import StepRunner, Verdict, smaller_run
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes
@@ -52,7 +52,7 @@ def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh
     config = load_train_config(Path(config_file), overrides)
     directory = Path(config_file).parent / "check"
     directory.mkdir(exist_ok=True)
-    smaller = checked_scope(config, directory).config
+    smaller, _ = smaller_run(config, directory)
     layout = layout_of(smaller.parallel, model_spec(smaller).num_layers)
     return smaller, create_meshes([layout], torch.device("cpu"), TIMEOUT_S).start
 

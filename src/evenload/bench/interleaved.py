@@ -7,6 +7,7 @@ rate 0, so that the losses of all strategies must be equal. Documents are not de
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -111,14 +112,11 @@ def _planned(
     config, mesh = trainer.config, trainer.mesh
     config = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy=strategy))
     planner = make_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
-    source = trainer.new_loader()
-    try:
+    with closing(trainer.new_loader()) as source:
         maker = step_maker(source, RunPlanner(planner, strategy, may_delay=False), mesh, config.max_pack_tokens)
         steps: list[PlannedStep] = []
         while len(steps) < num_batches and (step := maker.next()) is not None:
             steps.append(step)
-    finally:
-        source.close()
     if not steps:
         raise DataError("the data holds no document, so there is nothing to compare")
     return steps

@@ -37,7 +37,7 @@ from evenload.calibrate.rounds import (
     time_round,
 )
 from evenload.cost.coefficients import CostCoefficients, Noise, Profile, TimedPack, digest_of
-from evenload.runtime.comm.mesh import Mesh, gather_from_all, most_of_ranks, of_first_rank
+from evenload.runtime.comm.mesh import Mesh, gather_from_all, most_of_ranks, share_of_first
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.document import Direction, Range
 from evenload.types.model import ModelSpec
@@ -241,7 +241,7 @@ def profile(
         has_overlap=fitted.overlap is not None,
     )
     embedding_s = [one.embedding_s for one in everyone if one.embedding_s is not None]
-    return of_first_rank(_recorded(fitted, record, embedding_s), mesh)
+    return share_of_first(_recorded(fitted, record, embedding_s), mesh)
 
 
 def _is_over(spent_s: float, num_passes: int, task: ProfileTask, mesh: Mesh) -> bool:

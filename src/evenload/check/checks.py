@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from evenload.check.smaller_run import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, judged, skipped
+from evenload.check.smaller_run import STEPS, Seen, StepRunner, Verdict, exact_casts, judged, skipped
 from evenload.config.planner import host_memory_of_run, make_planner, options_of_run
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
@@ -47,7 +47,7 @@ from evenload.planning.deferral import DelayState
 from evenload.planning.planner import StepPlanner
 from evenload.planning.strategies.baselines import BALANCED, BEST_FIT, PADDED
 from evenload.planning.strategies.slimpack import SLIMPACK, SlimpackOptions
-from evenload.runtime.comm.mesh import Mesh, gather_from_all, of_first_rank
+from evenload.runtime.comm.mesh import Mesh, gather_from_all, share_of_first
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.trainer import Trainer
@@ -309,8 +309,8 @@ def check_resume(config: TrainConfig, coefficients: CostCoefficients, memory_cap
         for key, ours, theirs in zip(("plan", *_COMPARED_STEPS), row, expected, strict=True)
         if ours != theirs
     ]
-    if shown := of_first_rank(differences[:4], mesh):
-        return judged("resume", f"{same}: not as without", "; ".join(shown))
+    if differences := share_of_first(differences[:4], mesh):
+        return judged("resume", f"{same}: not as without", "; ".join(differences))
     return judged("resume", f"{same}: batches, losses and gradient norms equal to the bit")
 
 
@@ -426,7 +426,7 @@ _COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))
 
 def run_checks(
     config: TrainConfig,
-    scope: Scope,
+    smaller: TrainConfig,
     mesh: Mesh,
     coefficients: CostCoefficients,
     memory_cap_bytes: int,
@@ -435,8 +435,8 @@ def run_checks(
 ) -> list[Verdict]:
     """Run all checks in order and return their verdicts, the same on every rank; the limits are of a process of this
     run, and of the user's, and `on_start` is called with a check's name before it. Collective."""
-    options = options_of_run(scope.config, model_spec(scope.config), mesh.layout, coefficients)
-    smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
+    options = options_of_run(smaller, model_spec(smaller), mesh.layout, coefficients)
+    smaller = msgspec.structs.replace(smaller, plan=msgspec.structs.replace(smaller.plan, options=options))
     vocab_size = model_spec(smaller).vocab_size
     loader = GlobalBatchLoader(smaller.data, vocab_size=vocab_size)
     batch = loader.next_batch()
@@ -466,7 +466,7 @@ def run_checks(
         layout = layout_of(config.parallel, model.num_layers)
         survey = survey_batches(config, model, layout, coefficients, users_cap_bytes)
         surveyed = [check_ledger(survey), check_memory(survey, users_cap_bytes, config.plan.strategy)]
-    return verdicts + of_first_rank(surveyed, mesh)
+    return verdicts + share_of_first(surveyed, mesh)
 
 
 def _shared_plans(
@@ -488,5 +488,5 @@ def _shared_plans(
                 plans.append((title, encode_plan(planner.plan(0, documents, strategy))))
             except EvenloadError as error:
                 left_out.append(f"{title}: {error}")
-    plans, left_out = of_first_rank((plans, left_out), mesh)
+    plans, left_out = share_of_first((plans, left_out), mesh)
     return [(title, decode_plan(plan)) for title, plan in plans], left_out

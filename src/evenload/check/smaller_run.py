@@ -1,7 +1,7 @@
 """Run what the checks compute: a smaller run of the same kind, observed row by row; and verdicts.
 
 Isolation, invariance and resume do not depend on the number of layers or documents, so the model keeps its first layers
-with its own weights, a step has a few documents, long ones are cut, and two replicas stand for all (`Scope.notes`).
+with its own weights, a step has a few documents, long ones are cut, and two replicas stand for all (`smaller_run`).
 `StepRunner` runs plans through the real executor and records the hidden states before the head and the gradients of the
 layers' input, by document and slice.
 
@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -113,15 +113,9 @@ _DOCUMENTS = 8
 _REPLICAS = 2
 
 
-class Scope(NamedTuple):
-    """The settings of a smaller run of the same kind, and what is smaller than in the user's."""
-
-    config: TrainConfig
-    notes: tuple[str, ...]
-
-
-def checked_scope(config: TrainConfig, directory: Path) -> Scope:
-    """Return the settings of the smaller run; `directory`, for a shortened model and its checkpoint, all ranks see."""
+def smaller_run(config: TrainConfig, directory: Path) -> tuple[TrainConfig, list[str]]:
+    """Return the settings of a smaller run of the same kind, and what is smaller than in the user's; `directory`, for a
+    shortened model and its checkpoint, all ranks see."""
     model = model_spec(config)
     notes = []
     settings, parallel = config.model, config.parallel
@@ -176,7 +170,7 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
     smaller = msgspec.structs.replace(
         config, model=settings, parallel=parallel, data=smaller_data, plan=plan, train=train
     )
-    return Scope(config=smaller, notes=tuple(notes))
+    return smaller, notes
 
 
 def _write_short_model(path: Path, directory: Path, layers: int, *, random_init: bool) -> None:

@@ -19,7 +19,7 @@ from evenload.bench.interleaved import run_interleaved
 from evenload.bench.results import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
 from evenload.calibrate.profile import ProfileTask, profile
 from evenload.check.checks import run_checks
-from evenload.check.smaller_run import Scope, checked_scope
+from evenload.check.smaller_run import smaller_run
 from evenload.cli.comparison import step_view
 from evenload.cli.measure import BenchRequest, ProfileRequest
 from evenload.cli.options import print_lines, progress_bar
@@ -200,27 +200,26 @@ def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[tuple, i
     """Check that a run can be checked, and choose a smaller one, which lies beside the answer."""
     config = config.with_found_kinds()
     require_runnable(config)
-    scope = checked_scope(config, answer.parent)
-    layout = layout_of(scope.config.parallel, model_spec(scope.config).num_layers)
-    require_device(scope.config.train.device, layout.world_size)
-    smaller = f"; smaller than your run: {', '.join(scope.notes)}" if scope.notes else ""
+    smaller, notes = smaller_run(config, answer.parent)
+    layout = layout_of(smaller.parallel, model_spec(smaller).num_layers)
+    require_device(smaller.train.device, layout.world_size)
+    less = f"; smaller than your run: {', '.join(notes)}" if notes else ""
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     warnings = (
         position_warning(load_config(config.model.path), config.data.max_document_tokens),
         *tokenizer_warnings(config.data, tokenizer, config.model.path),
     )
     lines = (
-        f"checking {config.model.path} on layout {layout.describe()}{smaller}",
+        f"checking {config.model.path} on layout {layout.describe()}{less}",
         proof_line(load_config(config.model.path)),
         f"tokenizer {run_tokenizer_text(config.data, tokenizer, model_spec(config).vocab_size)}",
         *(f"evenload: warning: {warning}" for warning in warnings if warning),
     )
-    return (answer, config, scope, lines, cache), layout.world_size
+    return (answer, config, smaller, lines, cache), layout.world_size
 
 
-def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str, ...], cache: Path) -> int:
+def check_rank(answer: Path, config: TrainConfig, smaller: TrainConfig, lines: tuple[str, ...], cache: Path) -> int:
     """Run one rank of the checks, after lines that say what is checked; the answer is a list of `Verdict`."""
-    smaller = scope.config
     users_layout = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(smaller, layout_of(smaller.parallel, model_spec(smaller).num_layers)) as setup:
         print_lines(setup.console, *lines)
@@ -231,7 +230,7 @@ def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str
         del trainer
         caps = setup.memory_cap_bytes, users_cap_bytes
         on_start = functools.partial(setup.console.print, "checking")
-        verdicts = run_checks(config, scope, setup.mesh, costs, *caps, on_start)
+        verdicts = run_checks(config, smaller, setup.mesh, costs, *caps, on_start)
         if setup.mesh.rank == 0:
             answer.write_bytes(msgspec.json.encode(verdicts))
     return 0

@@ -54,7 +54,7 @@ from evenload.report.run_files import (
     read_validations,
 )
 from evenload.report.run_report import RunReport, RunSection
-from evenload.runtime.comm.mesh import of_first_rank
+from evenload.runtime.comm.mesh import share_of_first
 from evenload.runtime.model.export_files import exported_tokenizer_note
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
@@ -290,7 +290,7 @@ def leave_finished(
     config, directory = trainer.config, Path(trainer.config.train.output_dir)
     is_first_rank = trainer.mesh.rank == 0
     if not has_trained:
-        done = of_first_rank(_read_finished(directory) if is_first_rank else None, trainer.mesh)
+        done = share_of_first(_read_finished(directory) if is_first_rank else None, trainer.mesh)
         finished = done or FinishedRun(steps_done=-1, is_exported=False)
         is_whole = finished.steps_done == trainer.steps_done and (finished.is_exported or not config.train.export_hf)
         _show_nothing_left(console, trainer, command, is_whole=is_whole)

@@ -39,7 +39,7 @@ from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.planning.candidates import usable_cores
 from evenload.planning.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, share_of_first, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_layout, require_model
@@ -222,18 +222,17 @@ def _known_or_measured(
         )
     name = device_name(mesh.device, threads)
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, what_is_timed(config))
-    known: list[CostCoefficients | None] = [None]
+    known: CostCoefficients | None = None
     if mesh.rank == 0:
         if configured is not None:
-            known[0] = read_coefficients(configured)
+            known = read_coefficients(configured)
         elif not config.train.recalibrate:
-            known[0] = read_cached(path)
-    dist.broadcast_object_list(known, src=0, group=mesh.control)
-    if known[0] is not None:
+            known = read_cached(path)
+    if (known := share_of_first(known, mesh)) is not None:
         if configured is not None:
-            require_complete(known[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
-            say(*(f"evenload: warning: {warning}" for warning in cost_file_warnings(known[0], configured, name)))
-        return known[0]
+            require_complete(known, trainer.model, mesh.layout, f"train.cost_file {configured}")
+            say(*(f"evenload: warning: {warning}" for warning in cost_file_warnings(known, configured, name)))
+        return known
     longest = max_document_tokens or config.data.max_document_tokens
     max_s, most = config.train.calibration_max_s, config.max_pack_tokens
     from_s, what = time.perf_counter(), f"at most about {max_s:g} s, train.calibration_max_s"

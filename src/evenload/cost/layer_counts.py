@@ -137,7 +137,8 @@ def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShar
         keys=keys / mean_keys,
         matrices=products / mean_matrices,
         repeated=repeated / mean_products,
-        first=np.array([kind.experts.first_products if kind.experts else 0 for kind in kinds]) / mean_products,
+        first=np.array([kind.experts.width * kind.experts.first_outputs if kind.experts else 0 for kind in kinds])
+        / mean_products,
         pieces=pieces / mean_pieces,
         again=products / mean_products * (1.0 - unread / np.maximum(products, 1.0)),
         reach=tuple(kind.attention.reach if kind.attention else None for kind in kinds),

@@ -297,7 +297,7 @@ class ArrowReader(RecordReader):
                 return FileSummary(names)  # `read` reports the damage
 
     def origin(self, offset: int) -> str:
-        number, row = offset >> _ROW_BITS, offset & ((1 << _ROW_BITS) - 1)
+        number, row = _place(offset)
         try:
             with _open_source(self.file) as (source, _):
                 for at, batch in _Batches(source, [0]).of_part(FilePart(), 0):
@@ -475,7 +475,6 @@ def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-_EXAMPLE_BITS = 40
 _TRANSFORMED_ROWS = 32
 
 
@@ -525,7 +524,11 @@ class DatasetReader(_DatasetReader):
         span = part.range_of(len(self.dataset))
         rows = range(max(offset or 0, span.start), span.stop)
         if self.dataset.format["type"] == "custom":
-            yield from self._transformed(rows)
+            for start in rows[::_TRANSFORMED_ROWS]:
+                columns: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
+                for index in range(start, min(rows.stop, start + _TRANSFORMED_ROWS)):
+                    example = {key: values[index - start] for key, values in columns.items()}
+                    yield _make_record(self.columns, self.file.name, example, index)
             return
         names = check_schema(self.dataset.features.arrow_schema, self.columns, self.file.name)
         table = self.dataset.data
@@ -536,13 +539,6 @@ class DatasetReader(_DatasetReader):
             for batch in selected.to_batches():
                 yield from arrow_records({each: batch.column(each) for each in names}, self.columns, start)
                 start += len(batch)
-
-    def _transformed(self, rows: range) -> Iterator[Record]:
-        for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
-            columns: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
-            for index in range(start, min(rows.stop, start + _TRANSFORMED_ROWS)):
-                example = {key: values[index - start] for key, values in columns.items()}
-                yield _make_record(self.columns, self.file.name, example, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -571,7 +567,7 @@ class IterableDatasetReader(_DatasetReader):
             examples: Any = dataset.shard(num_shards=num_shards, index=shard)
             if skipped:
                 examples = examples.skip(skipped)
-            for at, example in enumerate(examples, (shard << _EXAMPLE_BITS) + skipped):
+            for at, example in enumerate(examples, (shard << _ROW_BITS) + skipped):
                 yield _make_record(self.columns, self.file.name, example, at, types)
             skipped = 0
 
@@ -608,7 +604,7 @@ def _without_nulls(value: Any, kind: pa.DataType | None) -> Any:
 
 
 def _place(offset: int) -> tuple[int, int]:
-    return offset >> _EXAMPLE_BITS, offset & ((1 << _EXAMPLE_BITS) - 1)
+    return offset >> _ROW_BITS, offset & ((1 << _ROW_BITS) - 1)
 
 
 def dataset_bytes(dataset: "Dataset") -> int:

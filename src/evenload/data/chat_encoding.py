@@ -141,14 +141,22 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, str], str]]:
         return ChatTemplate, (self.source, self.variables, self.origin)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Render messages, with a generation prompt also what opens an answer; `RecordProblem` where it fails."""
-        return self._render(messages, add_generation_prompt, None)
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, blocks: Iterator[int] | None = None
+    ) -> str:
+        """Render messages, with a generation prompt also what opens an answer; `RecordProblem` where it fails. `blocks`
+        counts `{% generation %}` blocks, which are then between marks."""
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, _BLOCKS: blocks}
+        try:
+            return self._template.render(self.variables | {"tools": None, "documents": None} | self._inputs | given)
+        except Exception as err:  # a template may fail in any way that Python code can
+            kind = "" if isinstance(err, jinja2.TemplateError) else f"{type(err).__name__}: "
+            raise RecordProblem(f"the chat template '{self.origin}' does not take these messages: {kind}{err}") from err
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
         """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint."""
         blocks = itertools.count()
-        pieces = _MARKS.split(self._render(messages, False, blocks))
+        pieces = _MARKS.split(self.render(messages, blocks=blocks))
         # Two marks a block, and each mark stands between two pieces of text.
         if len(pieces) != 4 * next(blocks) + 1:
             raise RecordProblem(f"the messages hold U+{ord(_OPEN):X} or U+{ord(_CLOSE):X}, which no text may hold")
@@ -227,14 +235,6 @@ class ChatTemplate:
             return self.render([*before, {"role": role, "content": "", **keys}, *after])
         except RecordProblem:
             return ""
-
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, blocks: Iterator[int] | None) -> str:
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, _BLOCKS: blocks}
-        try:
-            return self._template.render(self.variables | {"tools": None, "documents": None} | self._inputs | given)
-        except Exception as err:  # a template may fail in any way that Python code can
-            kind = "" if isinstance(err, jinja2.TemplateError) else f"{type(err).__name__}: "
-            raise RecordProblem(f"the chat template '{self.origin}' does not take these messages: {kind}{err}") from err
 
 
 def _to_json(

@@ -28,7 +28,7 @@ from evenload.planning.planner import RunPlanner, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
 from evenload.runtime.comm.collectives import TorchPeers
-from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks, of_first_rank
+from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks, share_of_first
 from evenload.runtime.replay.rank_packs import Exchange
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step, step_maker
@@ -245,7 +245,6 @@ class Evaluation:
         passes, mesh = self.best, run.state.mesh
         if mesh.rank == 0:
             passes = saved_passes(self._directory, self.best, self._keep_best)
-        with mesh.watch.waiting("which of the best checkpoints are there"):
-            passes = of_first_rank(passes, mesh)
+        passes = share_of_first(passes, mesh, "which of the best checkpoints are there")
         self.best, is_best = with_pass(passes, steps_done, loss, self._keep_best)
         return is_best

@@ -2,7 +2,7 @@
 (`LayerKind`). Layers that are alike in all of this are of one kind."""
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, require_at_least_one
 
 
 class Product(Frozen, omit_defaults=True):
@@ -113,11 +113,6 @@ class ExpertsKind(Frozen, omit_defaults=True):
         """Elements a token that the chosen experts' first matrices put out."""
         return (2 if self.gated else 1) * self.inner * self.chosen
 
-    @property
-    def first_products(self) -> int:
-        """Weights of the chosen experts' first matrices."""
-        return self.width * self.first_outputs
-
 
 _CONVOLUTION, _ROW_BY_ROW = "causal_conv1d_fn", "mamba_selective_scan"
 _IN_CHUNKS = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
@@ -146,11 +141,7 @@ class StateKind(Frozen, omit_defaults=True):
         known = (_CONVOLUTION, *_IN_CHUNKS, _ROW_BY_ROW)
         if self.function not in known:
             raise ConfigError(f"a layer: the work of {self.function} is not known; {', '.join(known)} are")
-        if min(self.inputs, self.outputs, self.state) < 1:
-            raise ConfigError(
-                f"a layer: {self.function} has {self.inputs} inputs, {self.outputs} outputs and a state of "
-                f"{self.state}, must be at least 1 each"
-            )
+        require_at_least_one(f"a layer: {self.function}: ", self, "inputs", "outputs", "state")
 
     @property
     def is_scan(self) -> bool:
@@ -196,14 +187,12 @@ class LayerKind(Frozen, omit_defaults=True):
     adapter_parameters: int = 0
 
     def __post_init__(self) -> None:
-        sizes = [(f"{one.name} {part}", getattr(one, part)) for one in self.products for part in ("inputs", "outputs")]
+        for one in self.products:
+            require_at_least_one(f"a layer: {one.name} ", one, "inputs", "outputs")
         if attention := self.attention:
-            sizes += [(part, getattr(attention, part)) for part in ("heads", "kv_heads", "head_dim", "value_dim")]
+            require_at_least_one("a layer: ", attention, "heads", "kv_heads", "head_dim", "value_dim")
         if experts := self.experts:
-            sizes += [(f"experts' {part}", getattr(experts, part)) for part in ("count", "width", "inner")]
-        for what, size in sizes:
-            if size < 1:
-                raise ConfigError(f"a layer: {what} is {size}, must be at least 1")
+            require_at_least_one("a layer: experts' ", experts, "count", "width", "inner")
         if attention and attention.heads % attention.kv_heads:
             raise ConfigError(
                 f"a layer: {attention.heads} query heads do not divide into {attention.kv_heads} key/value heads"

@@ -40,7 +40,7 @@ from evenload.runtime.checkpoint.pieces import (
     read_metadata,
     whole_tensor,
 )
-from evenload.runtime.comm.mesh import Mesh, of_first_rank
+from evenload.runtime.comm.mesh import Mesh, share_of_first
 from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.data_parallel import FlatBuffer
 from evenload.runtime.optim.optimizer import AVERAGE, LOWER_HALF, MASTER
@@ -94,8 +94,7 @@ def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path
     """Return the checkpoint that all resume from, as rank 0 sees it, or None. `ConfigError`: not allowed.
     Collective."""
     newest = checkpoint_to_resume(directory, may_resume=may_resume)
-    with mesh.watch.waiting("the name of the checkpoint to resume from"):
-        name = of_first_rank(newest and newest.name, mesh)
+    name = share_of_first(newest and newest.name, mesh, "the name of the checkpoint to resume from")
     return directory / name if name else None
 
 

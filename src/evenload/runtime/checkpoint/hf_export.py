@@ -67,9 +67,9 @@ def export_model(
             file = f"model-{number:05d}-of-{sum(counts):05d}.safetensors"
             save_tensors(tensors, directory / file)
             files |= {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
-    everyone = gather_from_all(files, mesh, "the exported files")
+    written = gather_from_all(files, mesh, "the exported files")
     if mesh.rank == 0:
-        write_index(directory, {name: entry for part in everyone for name, entry in part.items()})
+        write_index(directory, {name: entry for part in written for name, entry in part.items()})
     dist.barrier(group=mesh.control)
 
 

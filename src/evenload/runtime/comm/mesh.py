@@ -29,10 +29,11 @@ from evenload.types.document import ReplicaBlock
 from evenload.types.layout import Channel, ChannelMode, ParallelLayout, channel_of
 from evenload.types.text import counted
 
+Told = TypeVar("Told")
+
 CHANNEL_CTAS = 4
 """Processors of a GPU that one transfer of a channel takes (an H100 has 132). Not measured yet."""
 
-Value = TypeVar("Value")
 _Key = tuple[tuple[int, ...], bool]
 """Ranks, and whether a group of theirs has the options of channels."""
 
@@ -369,23 +370,24 @@ def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) 
                 used.add(group)
 
 
-def most_of_ranks(value: float, mesh: Mesh) -> float:
-    """Return the largest value of any rank; whole numbers to 2^53 stay exact. Collective over the control group."""
-    reduced = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=mesh.control)
-    return float(reduced)
-
-
-def gather_from_all(mine: Value, mesh: Mesh, what: str) -> list[Value]:
-    """Return every rank's object, in the order of ranks; `what` they are is for errors. Collective."""
+def gather_from_all(mine: Told, mesh: Mesh, what: str = "a report") -> list[Told]:
+    """Return every rank's object, in the order of ranks; `what` is for messages. Collective over the control group."""
     everyone = [mine] * mesh.num_ranks
     with mesh.watch.waiting(what):
         dist.all_gather_object(everyone, mine, group=mesh.control)
     return everyone
 
 
-def of_first_rank(value: Value, mesh: Mesh) -> Value:
-    """Return rank 0's value; those of others are not read. Collective over the control group."""
-    shared = [value]
-    dist.broadcast_object_list(shared, src=0, group=mesh.control)
+def share_of_first(mine: Told, mesh: Mesh, what: str = "a report") -> Told:
+    """Return rank 0's object on every rank; `what` is for messages. Collective over the control group."""
+    shared = [mine]
+    with mesh.watch.waiting(what):
+        dist.broadcast_object_list(shared, src=0, group=mesh.control)
     return shared[0]
+
+
+def most_of_ranks(value: float, mesh: Mesh) -> float:
+    """Return the largest value of any rank; whole numbers to 2^53 stay exact. Collective over the control group."""
+    reduced = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=mesh.control)
+    return float(reduced)
