@@ -145,10 +145,9 @@ def _savings(savings: TreeSavings, unit: str) -> str:
     computed = f"{savings.unique_tokens:,} {unit} are computed for {savings.path_tokens:,}"
     if savings.recomputed_tokens:
         computed += f", {savings.recomputed_tokens:,} of them again because trees were cut"
-    held = format_bytes(savings.peak_memory_bytes or 0)
-    if savings.speedup is None or not savings.feasible_alone:
-        return f"Shared prefixes: {computed}; without sharing no plan fits memory."
-    alone = format_bytes(savings.peak_memory_alone_bytes or 0)
+    if savings.speedup is None:
+        return f"Shared prefixes: {computed}; without sharing {savings.alone.name} does not fit memory."
+    held, alone = (format_bytes(one.peak_memory_bytes or 0) for one in (savings.shared, savings.alone))
     times = f"{savings.speedup:.2f}× the speed of the sequences one by one"
     return f"Shared prefixes: {times}, {held} a device instead of {alone}; {computed}."
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evenload.explore.batches import SampledBatch
-from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
+from evenload.explore.evaluate import Evaluation, StrategyPlanners, StrategyResult, evaluate_strategies
 from evenload.types.base import Frozen
 
 
@@ -17,19 +17,15 @@ class TreeSavings(Frozen):
     Args:
         unique_tokens, path_tokens: of the batches, computed and of all their sequences.
         recomputed_tokens: of the unique ones, those that trees have twice because they were cut.
-        feasible_alone: the sequences fit memory; `why_alone` they do not, or cannot be planned.
-        speedup: how many times as fast a step with sharing is.
+        shared, alone: the strategy's row with trees, and with the sequences.
+        speedup: how many times as fast a step with sharing is; None where the sequences do not fit memory.
     """
 
-    strategy: str
     unique_tokens: int
     path_tokens: int
     recomputed_tokens: int
-    peak_memory_bytes: int | None
-    feasible_alone: bool
-    why_alone: str
-    step_time_alone_s: float | None
-    peak_memory_alone_bytes: int | None
+    shared: StrategyResult
+    alone: StrategyResult
     speedup: float | None
 
 
@@ -44,16 +40,12 @@ def tree_savings(
     apart = [replace(batch, documents=batch.alone, alone=()) for batch in batches]
     (alone,) = evaluate_strategies(planners, apart, [shared.name]).results
     documents = [document for proposal in evaluation.proposals[shared.name] for document in proposal.plan.documents]
-    times_s = alone.mean_step_time_s, shared.mean_step_time_s
+    slow_s, fast_s = alone.mean_step_time_s, shared.mean_step_time_s
     return TreeSavings(
-        strategy=shared.name,
         unique_tokens=sum(document.num_tokens for document in documents),
         path_tokens=sum(document.num_tokens for batch in apart for document in batch.documents),
         recomputed_tokens=sum(document.num_recomputed_tokens for document in documents),
-        peak_memory_bytes=shared.peak_memory_bytes,
-        feasible_alone=alone.feasible,
-        why_alone=alone.why,
-        step_time_alone_s=alone.mean_step_time_s,
-        peak_memory_alone_bytes=alone.peak_memory_bytes,
-        speedup=times_s[0] / times_s[1] if times_s[0] and times_s[1] else None,
+        shared=shared,
+        alone=alone,
+        speedup=slow_s / fast_s if alone.feasible and slow_s and fast_s else None,
     )
