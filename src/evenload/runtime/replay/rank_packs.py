@@ -21,7 +21,7 @@ from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention, RingAttention
 from evenload.runtime.replay.shared_states import SharedStates
 from evenload.stepplan.cp_rows import PackRows, ReplicaRows, replica_rows
-from evenload.stepplan.validate import tree_offences
+from evenload.stepplan.tree_slices import tree_offences
 from evenload.types.document import Direction, MicroPack, Range, ReplicaBlock
 from evenload.types.layout import TransferOrder
 from evenload.types.plan import StepPlan
