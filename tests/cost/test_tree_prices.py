@@ -13,6 +13,7 @@ from evenload.cost.layer_counts import training_flops
 from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts, SliceFeatures, pairs_column, prefix_column
 from evenload.cost.pack_pricing import pipeline_tasks, split_pack_seconds
+from evenload.data.prefix_tree import build_trees
 from evenload.errors import ConfigError, DataError
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
@@ -211,3 +212,20 @@ def test_the_core_refuses_ranges_that_lie_outside_of_their_document() -> None:
     trees = TreeColumns.of((tree_document(0, group_of(4, [2, 2])),))
     with pytest.raises(ValueError, match="padded"):
         pipeline_tasks(costs, ReplicaPacks(padded, padded, np.array([8]), trees=trees))
+
+
+def test_sharing_more_is_never_dearer() -> None:
+    """A branch is one piece, like the sequence that it replaces, so there is no least prefix that pays."""
+    rng = np.random.default_rng(0)
+    costs = PackCosts(sample_model(**LAYERS), sample_coefficients(attention_tile=16), even_layout(3))
+    for _ in range(40):
+        prefix = rng.integers(0, 9, 90)
+        cuts = rng.integers(1, 91, 6).tolist()
+        sequences = [np.concatenate([prefix[:cut], rng.integers(9, 99, int(rng.integers(1, 200)))]) for cut in cuts]
+        seconds = []
+        for least in (1, 8, 32, 1000):
+            trees = build_trees(sequences, [np.ones(len(one)) for one in sequences], min_shared_tokens=least)
+            documents = [tree_document(at, tree.segments) for at, tree in enumerate(trees)]
+            seconds.append(float(costs.document_seconds(lengths_of(documents), trees=TreeColumns.of(documents)).sum()))
+        assert seconds == sorted(seconds)
+        assert seconds[0] < seconds[-1]
