@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import recurrent_model, sample_coefficients, sample_model
+from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.layer_counts import training_flops
 from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts, SliceFeatures, pairs_column, prefix_column
 from evenload.cost.pack_pricing import pipeline_tasks, split_pack_seconds
+from evenload.data.hub import model_from
 from evenload.data.prefix_tree import build_trees
 from evenload.errors import ConfigError, DataError
+from evenload.types.cluster import cluster_of
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -215,9 +218,12 @@ def test_the_core_refuses_ranges_that_lie_outside_of_their_document() -> None:
 
 
 def test_sharing_more_is_never_dearer() -> None:
-    """A branch is one piece, like the sequence that it replaces, so there is no least prefix that pays."""
+    """A branch is one piece, like the sequence that it replaces, and reading a key is cheaper than computing it. So no
+    prefix is too short to pay."""
     rng = np.random.default_rng(0)
-    costs = PackCosts(sample_model(**LAYERS), sample_coefficients(attention_tile=16), even_layout(3))
+    model = model_from("gemma3-4b")
+    layout = even_layout(model.num_layers)
+    costs = PackCosts(model, analytic_coefficients(model, cluster_of("h100", 1), layout), layout)
     for _ in range(40):
         prefix = rng.integers(0, 9, 90)
         cuts = rng.integers(1, 91, 6).tolist()
@@ -227,5 +233,5 @@ def test_sharing_more_is_never_dearer() -> None:
             trees = build_trees(sequences, [np.ones(len(one)) for one in sequences], min_shared_tokens=least)
             documents = [tree_document(at, tree.segments) for at, tree in enumerate(trees)]
             seconds.append(float(costs.document_seconds(lengths_of(documents), trees=TreeColumns.of(documents)).sum()))
-        assert seconds == sorted(seconds)
+        np.testing.assert_array_less(seconds[:-1], np.array(seconds[1:]) * (1 + 1e-12))
         assert seconds[0] < seconds[-1]
