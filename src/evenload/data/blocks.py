@@ -31,6 +31,9 @@ from evenload.types.base import Frozen
 from evenload.types.tree import Segment as TreeSegment
 from evenload.types.tree import TreeShape
 
+_Columns = tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None]
+"""Tokens, labels and label counts."""
+
 
 @dataclass(frozen=True, eq=False)
 class TokenTable(Mapping[int, NDArray[np.int32]]):
@@ -75,17 +78,14 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         low, high = self.edges[start], self.edges[stop]
         return TokenTable(doc_ids, self.edges[start : stop + 1] - low, *self._columns(low, high))
 
-    def _columns(
-        self, low: int, high: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None]:
-        """Return tokens, labels and label counts of tokens `[low, high)`."""
+    def _columns(self, low: int, high: int) -> _Columns:
         labels = None if self.labels is None else self.labels[low:high]
         counts = None if self.label_counts is None else self.label_counts[low:high]
         return self.tokens[low:high], labels, counts
 
     def labels_of(self, doc_id: int) -> NDArray[np.int32]:
         """Return a document's labels, int32[num_tokens], -100 at its first token."""
-        return _labels_of(self.at(self._rows[doc_id]))
+        return all_labels(self.at(self._rows[doc_id]))
 
     def label_counts_of(self, doc_id: int) -> NDArray[np.int32]:
         """Return how many sequences train each of a document's labels, int32[num_tokens]."""
@@ -104,12 +104,7 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
 def make_table(doc_ids: Sequence[int], documents: Sequence[EncodedDocument]) -> TokenTable:
     """Make a table of documents that are given one by one; copies once."""
     edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
-    has_labels = any(document.labels is not None for document in documents)
-    labels = _join([_labels_of(document) for document in documents]) if has_labels else None
-    tokens = _join([document.tokens for document in documents])
-    has_counts = any(document.label_counts is not None for document in documents)
-    counts = _join([all_label_counts(document) for document in documents]) if has_counts else None
-    return TokenTable(np.asarray(doc_ids, dtype=np.int64), edges, tokens, labels, counts)
+    return TokenTable(np.asarray(doc_ids, dtype=np.int64), edges, *_joined_columns(documents))
 
 
 def as_token_table(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
@@ -125,37 +120,37 @@ def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
         return tables[0]
     starts = np.cumsum([0, *(len(table.tokens) for table in tables)])
     edges = [table.edges[1:] + start for table, start in zip(tables, starts[:-1], strict=True)]
-    has_labels = any(table.labels is not None for table in tables)
-    has_counts = any(table.label_counts is not None for table in tables)
     return TokenTable(
         np.concatenate([np.zeros(0, np.int64), *(table.doc_ids for table in tables)]),
         np.concatenate([np.zeros(1, np.int64), *edges]),
-        _join([table.tokens for table in tables]),
-        _join([all_labels(table) for table in tables]) if has_labels else None,
-        _join([all_label_counts(table) for table in tables]) if has_counts else None,
+        *_joined_columns(tables),
     )
 
 
-def all_labels(table: TokenTable) -> NDArray[np.int32]:
+def _joined_columns(parts: Sequence[EncodedDocument] | Sequence[TokenTable]) -> _Columns:
+    has_labels = any(part.labels is not None for part in parts)
+    has_counts = any(part.label_counts is not None for part in parts)
+    return (
+        _join([part.tokens for part in parts]),
+        _join([all_labels(part) for part in parts]) if has_labels else None,
+        _join([all_label_counts(part) for part in parts]) if has_counts else None,
+    )
+
+
+def all_labels(documents: EncodedDocument | TokenTable) -> NDArray[np.int32]:
     """Return the labels of all documents, int32[N], also where they are the tokens."""
-    return _labels_of(table, table.edges[:-1][np.diff(table.edges) > 0])
+    if documents.labels is not None:
+        return documents.labels
+    labels = documents.tokens.copy()
+    is_one = isinstance(documents, EncodedDocument)
+    labels[slice(1) if is_one else documents.edges[:-1][np.diff(documents.edges) > 0]] = IGNORE_INDEX
+    return labels
 
 
 def all_label_counts(documents: EncodedDocument | TokenTable) -> NDArray[np.int32]:
     """Return how many sequences train each label, int32[N], also where it is one each."""
     counts = documents.label_counts
     return np.ones(len(documents.tokens), np.int32) if counts is None else counts
-
-
-def _labels_of(
-    document: EncodedDocument | TokenTable, starts: slice | NDArray[np.int64] = slice(1)
-) -> NDArray[np.int32]:
-    """Return labels, where there are none the tokens, but for those at which documents start."""
-    if document.labels is not None:
-        return document.labels
-    labels = document.tokens.copy()
-    labels[starts] = IGNORE_INDEX
-    return labels
 
 
 def _join(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -389,18 +384,7 @@ class BlockReader:
 
     def _pieces(self, reader: RecordReader, rank: int, record: Record, outcome: Outcome, skip: int) -> Iterator[_Step]:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
-        if isinstance(outcome, list):
-            pairs = zip(record.sequences, outcome, strict=True)
-            pieces = [piece for one, each in pairs for piece in fit_length(reader, one.offset, each, self._config)]
-            sequences = [document for document, _ in pieces if document is not None]
-            try:
-                documents = make_documents(sequences, self._config, self._config.most_tree_tokens)
-            except DataError as problem:
-                raise DataError(f"{reader.origin(record.offset)}: {problem}") from problem
-            pieces = [(None, dropped) for _, dropped in pieces if dropped is not None]
-            pieces += [(document, None) for document in documents]
-        else:
-            pieces = fit_length(reader, record.offset, outcome, self._config)
+        pieces = fit_record(reader, record, outcome, self._config)
         for part, (document, dropped) in enumerate(pieces[skip:], start=skip + 1):
             at, left = (record.next_offset, 0) if part == len(pieces) else (record.offset, part)
             yield _Step(document, rank, at, left, dropped)
@@ -410,10 +394,25 @@ def _held_out(outcome: SequenceOutcome) -> SequenceOutcome:
     return (HELD_OUT, 1, len(outcome.tokens)) if isinstance(outcome, EncodedDocument) else outcome
 
 
-def fit_length(
-    reader: RecordReader, offset: int, outcome: SequenceOutcome, config: DataConfig
-) -> list[tuple[EncodedDocument | None, Dropped | None]]:
-    """Return the documents within the length limit that a record or sequence becomes, and what is dropped of it."""
+_Pieces = list[tuple[EncodedDocument | None, Dropped | None]]
+
+
+def fit_record(reader: RecordReader, record: Record, outcome: Outcome, config: DataConfig) -> _Pieces:
+    """Return the documents within the limits of length that a record becomes, and what is dropped of it."""
+    if not isinstance(outcome, list):
+        return _fit_length(reader, record.offset, outcome, config)
+    pairs = zip(record.sequences, outcome, strict=True)
+    pieces = [piece for one, each in pairs for piece in _fit_length(reader, one.offset, each, config)]
+    sequences = [document for document, _ in pieces if document is not None]
+    try:
+        documents = make_documents(sequences, config)
+    except DataError as problem:
+        raise DataError(f"{reader.origin(record.offset)}: {problem}") from problem
+    dropped: _Pieces = [(None, dropped) for _, dropped in pieces if dropped is not None]
+    return dropped + [(document, None) for document in documents]
+
+
+def _fit_length(reader: RecordReader, offset: int, outcome: SequenceOutcome, config: DataConfig) -> _Pieces:
     if isinstance(outcome, str):
         if config.on_corrupt == "error":
             raise corrupt_record(reader.origin(offset), outcome)
@@ -453,9 +452,8 @@ def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
     return EncodedDocument(document.tokens[start:stop], labels)
 
 
-def _labels_of_segments(tree: EncodedDocument) -> tuple[int, ...]:
-    times = (_labels_of(tree) != IGNORE_INDEX) * all_label_counts(tree)
-    return tuple(np.add.reduceat(times, TreeShape(tree.segments).starts).tolist())
+def _times_trained(documents: EncodedDocument | TokenTable) -> NDArray[np.int32]:
+    return (all_labels(documents) != IGNORE_INDEX) * all_label_counts(documents)
 
 
 def _make_block(
@@ -466,14 +464,13 @@ def _make_block(
     lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
     if labels is not None or counts is not None:
-        times = (all_labels(table) != IGNORE_INDEX) * all_label_counts(table)
-        trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(times, dtype=np.int64)])
+        trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(_times_trained(table), dtype=np.int64)])
         num_labels = trained[edges[1:]] - trained[edges[:-1]]
-    trees = {
-        row: TreeHeader(one.segments, sum(one.sequence_lengths), one.num_recomputed_tokens, _labels_of_segments(one))
-        for row, one in enumerate(documents)
-        if one.segments
-    }
+    trees: dict[int, TreeHeader] = {}
+    for row, one in enumerate(documents):
+        if one.segments:
+            of_segments = tuple(np.add.reduceat(_times_trained(one), TreeShape(one.segments).starts).tolist())
+            trees[row] = TreeHeader(one.segments, sum(one.sequence_lengths), one.num_recomputed_tokens, of_segments)
     checksum = 0
     for column in (tokens, labels, counts):
         checksum = checksum if column is None else zlib.crc32(column.data, checksum)

@@ -122,26 +122,25 @@ def encode_groups(encoder: DocumentEncoder, records: Sequence[Record]) -> list[O
     return [[next(encoded) for _ in one.sequences] if one.sequences else next(encoded) for one in records]
 
 
-def make_documents(sequences: Sequence[EncodedDocument], config: DataConfig, most_tokens: int) -> list[EncodedDocument]:
-    """Make documents of the sequences of a group, none of which is empty or has more than `most_tokens`.
+def make_documents(sequences: Sequence[EncodedDocument], config: DataConfig) -> list[EncodedDocument]:
+    """Make documents of the sequences of a group, none of which is empty or longer than the longest document.
 
-    A tree with more unique tokens is cut into the fewest parts, each as long as it goes. Raises `DataError` for labels
-    that are other ids than their tokens, which sequences that share these cannot all have.
+    A tree with more unique tokens than `most_tree_tokens` is cut into the fewest parts, each as long as it goes. Raises
+    `DataError` for labels that are other ids than their tokens, which sequences that share these cannot all have.
     """
     if len(sequences) < 2:
         return list(sequences)
     tokens, weights = [one.tokens for one in sequences], [_weights(one) for one in sequences]
     if config.tree_labels == "once":
         weights = labels_once(tokens, weights)
-    documents = [_document(one) for one in build_trees(tokens, weights, min_shared_tokens=config.min_shared_tokens)]
-    return [part for one in documents for part in _parts_within(one, most_tokens)]
-
-
-def _parts_within(document: EncodedDocument, most_tokens: int) -> list[EncodedDocument]:
-    if len(document.tokens) <= most_tokens:
-        return [document]
-    shape = TreeShape(document.segments)
-    return cut_tree(document, shape.parts(shape.cuts_within(most_tokens)))
+    documents: list[EncodedDocument] = []
+    for one in map(_document, build_trees(tokens, weights, min_shared_tokens=config.min_shared_tokens)):
+        if len(one.tokens) <= config.most_tree_tokens:
+            documents.append(one)
+        else:
+            shape = TreeShape(one.segments)
+            documents += cut_tree(one, shape.parts(shape.cuts_within(config.most_tree_tokens)))
+    return documents
 
 
 def cut_tree(document: EncodedDocument, parts: Sequence[TreePart]) -> list[EncodedDocument]:

@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.blocks import HoldOut, fit_length
+from evenload.data.blocks import HoldOut, fit_record
 from evenload.data.chat_encoding import CHATML, open_encoder
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.encoders import EncodedDocument
-from evenload.data.groups import encode_groups, make_documents
+from evenload.data.groups import encode_groups
 from evenload.data.part_files import kinds_of, open_part, with_kinds
 from evenload.data.records import naming
 from evenload.data.tokenize import BYTES, ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
@@ -170,16 +170,8 @@ def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[Enc
             with naming(file):
                 outcomes = encode_groups(encoder, chunk)
             for record, outcome in zip(chunk, outcomes, strict=True):
-                if isinstance(outcome, list):
-                    members = zip(record.sequences, outcome, strict=True)
-                    pieces = [
-                        one for member, each in members for one in fit_length(reader, member.offset, each, config)
-                    ]
-                    sequences = [document for document, _ in pieces if document is not None]
-                    yield from make_documents(sequences, config, config.most_tree_tokens)
-                else:
-                    pieces = fit_length(reader, record.offset, outcome, whole)
-                    yield from (document for document, _ in pieces if document is not None)
+                pieces = fit_record(reader, record, outcome, config if isinstance(outcome, list) else whole)
+                yield from (document for document, _ in pieces if document is not None)
 
 
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")
