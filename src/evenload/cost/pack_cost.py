@@ -190,16 +190,16 @@ class PackCosts:
             self.stage_seconds["backward"][0] += token_s
             self.stage_seconds["backward"][2] += pack_s
         # The host's seconds a slice and a pack; float64[2, P]. Every rank queues its own, so no axis divides them.
-        pieces = over_kinds(self._kinds, self.shares.pieces)
+        pieces, layers = over_kinds(self._kinds, self.shares.pieces), np.array(layout.stage_counts, np.int64)
         self.host_seconds: dict[Direction, NDArray[np.float64]] = {
-            direction: np.array([pieces * layer.host_slice_s, self.layers() * layer.host_pack_s], np.float64)
+            direction: np.array([pieces * layer.host_slice_s, layers * layer.host_pack_s], np.float64)
             for direction, layer in (("forward", coefficients.forward), ("backward", coefficients.backward))
         }
 
     def _stage_rates(self, direction: Direction, tp: int) -> NDArray[np.float64]:
         """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
         layer: PassCoefficients = getattr(self.coefficients, direction)
-        kinds, shares, layers = self._kinds, self.shares, self.layers()
+        kinds, shares, layers = self._kinds, self.shares, np.array(self.layout.stage_counts, np.int64)
         matrix = np.zeros((pairs_column(len(self.windows)), len(layers)))
         token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
         matrix[0] = over_kinds(kinds, shares.linear * layer.linear_s_per_token / tp + token_s)
@@ -464,20 +464,17 @@ class PackCosts:
         """Price all useful work of a step spread evenly over all devices, shared prefixes of trees once: without
         recompute, padding, tiles, constants of packs and slices, keys of prefixes, optimizer, and communication that
         was not measured with its layers."""
-        whole = self._stage_rates("forward", 1) + self._stage_rates("backward", 1)
-        return float(self._useful_features(num_tokens, trees) @ whole.sum(axis=1)) / self.layout.world_size
+        return float(self.useful_stage_seconds(num_tokens, trees, tp=1).sum()) / self.layout.world_size
 
-    def useful_stage_seconds(self, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> NDArray[np.float64]:
-        """Return as `lower_bound_seconds` that of every virtual stage on one tensor-parallel group, with its transfers;
-        float64[P]."""
-        tp = self.layout.tp
-        rates = self._stage_rates("forward", tp) + self._stage_rates("backward", tp)
-        return self._useful_features(num_tokens, trees) @ rates
-
-    def _useful_features(self, num_tokens: ArrayLike, trees: TreeColumns) -> NDArray[np.float64]:
+    def useful_stage_seconds(
+        self, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES, tp: int | None = None
+    ) -> NDArray[np.float64]:
+        """Return as `lower_bound_seconds` that of every virtual stage on one tensor-parallel group (of `tp` ranks;
+        default: the layout's), with its transfers; float64[P]."""
+        tp = self.layout.tp if tp is None else tp
         features = replace(self.features, tile=1).of_documents(np.asarray(num_tokens, np.int64), 1, trees)
         features[:, 1:3] = features[:, prefix_column(0) :: 2] = 0.0
-        return features.sum(axis=0)
+        return features.sum(axis=0) @ (self._stage_rates("forward", tp) + self._stage_rates("backward", tp))
 
     def require_trees(self, trees: TreeColumns) -> None:
         """Refuse trees of shared prefixes as `require_trees` of `layer_counts` does."""
@@ -504,9 +501,6 @@ class PackCosts:
                 "be costed; set it in the cost file or in the cluster's device, or use policy replay or recompute"
             )
         return link
-
-    def layers(self) -> NDArray[np.int64]:
-        return np.array(self.layout.stage_counts, np.int64)
 
     def linear_layers(self) -> NDArray[np.float64]:
         """Count the layers of every virtual stage, each as its share of the mean layer's matrix products."""

@@ -11,9 +11,10 @@ All three are looked at again with decays at which states last for ever, because
 Price: about three passes a document, twice where there are such gates, and gradients of all weights held twice.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -114,10 +115,8 @@ class Isolation:
                 f"or states and their gradients at cuts, are wrong; {self.fix}"
             )
         if self.first_labels:
-            what = (
-                f"the first tokens of {self.first_labels} documents are labels, which the documents before them predict"
-            )
-            return f"Not as alone: {what}; set these labels to -100"
+            what = f"the first tokens of {self.first_labels} documents are labels"
+            return f"Not as alone: {what}, which the documents before them predict; set these labels to -100"
         rest = "more was not seen" if self.notes else "each is trained as in a row of its own"
         return f"Isolated: none of {count} documents gets anything of another, and {rest}"
 
@@ -219,10 +218,14 @@ def _num_first_labels(labels: Any, owner: Tensor) -> int:
     return int((begins & (labels[:, 1:] != _NO_LABEL)).sum())
 
 
+def _first_of(batch: dict[str, Any], keys: Iterable[str]) -> Any:
+    return next((batch[key] for key in keys if batch.get(key) is not None), None)
+
+
 def _contradictions(batch: dict[str, Any], lengths: Sequence[int] | None, owner: Tensor) -> list[str]:
     """Say where positions start documents elsewhere than what was taken."""
-    positions = next((batch[key] for key in _POSITIONS if batch.get(key) is not None), None)
-    taken = lengths is not None or any(batch.get(key) is not None for key in (*_EDGES, "seq_idx"))
+    positions = _first_of(batch, _POSITIONS)
+    taken = lengths is not None or _first_of(batch, (*_EDGES, "seq_idx")) is not None
     if not taken or positions is None or len(owner) > 1 or positions.shape != owner.shape:
         return []
     starts = (positions[0].diff() != 1) != (owner[0].diff() != 0)
@@ -245,10 +248,10 @@ def _owner_of(batch: dict[str, Any], lengths: Sequence[int] | None) -> Tensor:
     """Return whose token each is, int64[B, T], -1 = padding."""
     ids = batch["input_ids"]
     rows, tokens = ids.shape
+    positions = _first_of(batch, _POSITIONS)
     if rows > 1:
         mask = batch.get("attention_mask")
         is_own = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        positions = next((batch[key] for key in _POSITIONS if batch.get(key) is not None), None)
         is_packed = False
         if positions is not None and positions.shape == ids.shape == is_own.shape:
             is_packed = bool(((positions.diff() < 0) & is_own[:, 1:]).any())
@@ -257,8 +260,7 @@ def _owner_of(batch: dict[str, Any], lengths: Sequence[int] | None) -> Tensor:
                 f"the batch has {rows} rows of several documents; give one row of packed documents, or a document a row"
             )
         return torch.where(is_own, torch.arange(rows, device=ids.device)[:, None], -1)
-    edges = next((batch[key] for key in _EDGES if batch.get(key) is not None), None)
-    positions = next((batch[key] for key in _POSITIONS if batch.get(key) is not None), None)
+    edges = _first_of(batch, _EDGES)
     starts = torch.zeros(tokens, dtype=torch.bool, device=ids.device)
     if lengths is not None:
         if any(not isinstance(one, int) or one < 1 for one in lengths):
@@ -369,16 +371,14 @@ class _Probe:
         gradients: dict[str, Tensor] = {}
         if of_weights and self.weights:
             loss = torch.stack([_loss(logits, batch, owner, document) for document in documents]).sum()
-            found = torch.autograd.grad(loss, list(self.weights.values()), retain_graph=True, allow_unused=True)
-            pairs = zip(self.weights.items(), found, strict=True)
-            gradients = {name: torch.zeros_like(own) if one is None else one for (name, own), one in pairs}
+            found = torch.autograd.grad(loss, list(self.weights.values()), retain_graph=True, materialize_grads=True)
+            gradients = dict(zip(self.weights, found, strict=True))
         return _Seen(logits, leaves, gradients)
 
     def _shares(self, seen: _Seen, target: int) -> dict[int, float]:
         """Return the share of a document's gradient that lies in the embeddings of each other one, if any does."""
         loss = _loss(seen.logits, self.batch, self.owner, target)
-        found = torch.autograd.grad(loss, seen.leaves, retain_graph=True, allow_unused=True)
-        parts = [torch.zeros_like(a) if b is None else b for a, b in zip(seen.leaves, found, strict=True)]
+        parts = torch.autograd.grad(loss, seen.leaves, retain_graph=True, materialize_grads=True)
         rows = torch.cat([part.flatten(0, -2) for part in parts]).double().square().sum(-1)
         total = rows.sum()
         if not (total > 0 and total.isfinite()):
@@ -433,11 +433,8 @@ class _Probe:
             title = f"{name or 'the model'} ({type(module).__name__})"
             calls[-1].append((title, [x for x in given if x is not None], [x for x in made if x is not None]))
 
-        def hook_of(name: str) -> Any:
-            return lambda module, args, kwargs, output: note(name, module, args, kwargs, output)
-
         named = self.model.named_modules()
-        handles = [one.register_forward_hook(hook_of(name), with_kwargs=True) for name, one in named]
+        handles = [one.register_forward_hook(partial(note, name), with_kwargs=True) for name, one in named]
         try:
             for batch in (self.batch, self._changed((self.owner != target) & (self.owner >= 0))):
                 calls.append([])

@@ -3,7 +3,6 @@
 Final norm, head and loss run inside the *backward* of the last stage, where the cost model charges them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -153,12 +152,11 @@ class PipelineStage:
 
     def _calls(self, pack: PackTokens, hidden: Tensor | None) -> tuple[Tensor, dict[int, LayerCall]]:
         """Return hidden states [T, hidden] of own rows, as the first layer gets them, and the calls of the layers."""
-        token_ids, like = pack.token_ids, hidden
+        like = hidden
         if like is None:
-            rows = len(pack.token_ids) if self._tensor is None else self._tensor.shard.num_rows(pack.ranges)
-            like = self._like.new_zeros(()).expand(rows, self.hidden_size)
+            like = self._like.new_zeros(()).expand(self.num_rows(pack.ranges), self.hidden_size)
         with Around(self.model, self._exchange(pack, "embeddings") if hidden is None else None):
-            first, calls = self.model.calls(pack.positions, token_ids if hidden is None else None, like)
+            first, calls = self.model.calls(pack.positions, pack.token_ids if hidden is None else None, like)
         return first[0] if hidden is None else hidden, calls
 
     def _run_layer(self, index: int, call: LayerCall) -> Tensor:
@@ -276,12 +274,9 @@ class PipelineStage:
             return
         assert pack.states is not None
         tp = 1 if self._tensor is None else self._tensor.size
-        numbered: Counter[type] = Counter()
-        calls = []
-        for call in self.model.structure.sites[layer].calls:
-            calls.append((call, numbered[type(call)]))
-            numbered[type(call)] += 1
-        for call, n in calls if direction == "forward" else reversed(calls):
+        calls = self.model.structure.sites[layer].calls
+        numbered = [(call, sum(type(one) is type(call) for one in calls[:at])) for at, call in enumerate(calls)]
+        for call, n in numbered if direction == "forward" else reversed(numbered):
             if isinstance(call, StateForm):
                 pack.states.join(direction, store.states, (layer, n), call.share(tp), like)
             else:

@@ -30,6 +30,7 @@ from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
 from evenload.runtime.replay.host_copies import HostCopies, HostRows, Wait, host_copies
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import ActivationPolicy, Range
+from evenload.types.tree import RowRun
 
 _ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {
     "replay": "activations_replay",
@@ -237,8 +238,8 @@ def layer_of(key: CallKey) -> int:
     return key if isinstance(key, int) else key[0]
 
 
-def num_rows(ranges: Iterable[Range]) -> int:
-    return sum(stop - start for _, start, stop in ranges)
+def num_rows(ranges: Iterable[Range | RowRun]) -> int:
+    return sum(one.stop - one.start for one in ranges)
 
 
 def _num_bytes(layers: Mapping[CallKey, KeysAndValues]) -> int:

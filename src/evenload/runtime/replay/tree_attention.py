@@ -25,7 +25,7 @@ from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.state_calls import StateForm
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention
-from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues
+from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, num_rows
 from evenload.types.document import Range
 from evenload.types.tree import RowRun, Segment, TreeShape
 
@@ -128,7 +128,7 @@ class TreeAttention(LocalAttention):
             dq[rows], dk, dv = call.backward(grad[rows], q[rows], one.parts(call.key), out[rows], lse[rows], one.sizes)
             at = 0
             for number, runs in one.ranges:
-                keys = slice(at, at + _num_rows(runs))
+                keys = slice(at, at + num_rows(runs))
                 sums[number] = _added(sums.get(number), spans[number], runs, (dk[keys], dv[keys]), lse.dtype)
                 at = keys.stop
         own_k, own_v = (lse.new_empty(q.shape[0], *one.shape[1:]) for one in sums[0])
@@ -144,10 +144,10 @@ class TreeAttention(LocalAttention):
             num_keys = 0
             for number, one in self._paths:
                 seen = one.behind(call.first_key(one.positions.start))
-                num_keys += _num_rows(seen.runs)
+                num_keys += num_rows(seen.runs)
                 if not groups or num_keys > CALL_KEYS:
                     groups.append([])
-                    num_keys = _num_rows(seen.runs)
+                    num_keys = num_rows(seen.runs)
                 groups[-1].append((number, seen))
             self._calls[by] = [_call(call, group) for group in groups]
         return self._calls[by]
@@ -183,20 +183,14 @@ def _added(
         if list(runs) == [span]:
             return parts  # no other range sees the slice's last row
         size = span.stop - span.start
-        sums = (
-            parts[0].new_zeros((size, *parts[0].shape[1:]), dtype=dtype),
-            parts[1].new_zeros((size, *parts[1].shape[1:]), dtype=dtype),
-        )
+        keys, values = (part.new_zeros((size, *part.shape[1:]), dtype=dtype) for part in parts)
+        sums = keys, values
     at = 0
     for start, stop in runs:
         for total, part in zip(sums, parts, strict=True):
             total[start - span.start : stop - span.start] += part[at : at + stop - start]
         at += stop - start
     return sums
-
-
-def _num_rows(runs: Sequence[RowRun]) -> int:
-    return sum(run.stop - run.start for run in runs)
 
 
 def _path_ranges(rows: slice, r: Range, shape: TreeShape | None) -> list[_PathRange]:
