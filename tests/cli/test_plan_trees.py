@@ -71,12 +71,17 @@ def test_records_of_one_group_are_a_tree(groups, tmp_path):
     assert "--engine" not in one.next_step, "no engine trains trees"
 
 
-def test_tokens_of_cut_trees_are_told(groups, tmp_path):
+def test_tokens_that_are_cut_off_are_told(groups, tmp_path):
+    """As of plain records: of every path."""
     trees = write(tmp_path / "groups.jsonl", [{"input_ids": group} for group in groups])
-    found = evenload.plan(trees, **WHERE, documents=6, context=2000, strategy="slimpack")
-    # No tree has more tokens than the context, so prompts are computed again.
-    assert found.savings.recomputed_tokens > 0
-    assert f"{found.savings.recomputed_tokens:,} of them again because trees were cut" in found.headline
+    found = evenload.plan(trees, **WHERE, documents=6, context=1600, strategy="slimpack")
+    lost = sum(max(0, len(sequence) - 1600) for group in groups for sequence in group)
+    assert sum(batch.dropped_tokens for batch in found.batches) == lost
+    share = lost / sum(len(sequence) for group in groups for sequence in group)
+    assert f"Warning: {100 * share:.0f} % of tokens are cut off by context 1,600" in found.headline
+    drop = evenload.plan(trees, **WHERE, documents=6, context=1800, strategy="slimpack", overlong="drop")
+    longer = sum(len(sequence) for group in groups for sequence in group if len(sequence) > 1800)
+    assert sum(batch.dropped_tokens for batch in drop.batches) == longer
 
 
 def test_lengths_and_init_count_sequences(groups, tmp_path, capsys, monkeypatch):
@@ -95,7 +100,14 @@ def test_lengths_and_init_count_sequences(groups, tmp_path, capsys, monkeypatch)
     assert run("init", "--model", model, "--data", "rows.jsonl", "--group-by", "prompt", "--gpus", "0") == 0
     written = (tmp_path / "config.toml").read_text()
     assert 'group_by = "prompt"' in written
-    assert "max_document_tokens = 85 " in written, "the longest with its end"
+    assert "max_document_tokens = 91 " in written, "the whole tree, each answer with its end"
+    assert "max_tree_tokens" not in written
+    again = ("init", "--model", model, "--data", "rows.jsonl", "--group-by", "prompt", "--gpus", "0")
+    assert run(*again, "--context", "85", "--record", "text", "--out", "short.toml") == 0
+    written = (tmp_path / "short.toml").read_text()
+    assert "max_document_tokens = 85 " in written
+    assert "max_tree_tokens = 91 " in written
+    assert 'record = "text"' in written
 
 
 MODEL = {
@@ -147,5 +159,9 @@ def test_a_run_has_a_limit_of_its_own_for_trees(groups, tmp_path, capsys):
     config.write_text(config.read_text().replace("6000", "2048"))
     cut = evenload.plan(str(config), **where).savings
     assert cut.recomputed_tokens > whole.recomputed_tokens
+    found = evenload.plan(str(config), **where)
+    again = f"{cut.recomputed_tokens:,} of them again because trees were cut (data.max_tree_tokens)"
+    assert again in found.headline
+    assert "unique ones, and" in " ".join(found.remarks)
     assert run("lengths", str(config)) == 0
     assert "48 documents" in capsys.readouterr().out

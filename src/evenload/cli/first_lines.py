@@ -89,6 +89,7 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     command += f" --data {quote(inputs['lengths'])}" if inputs["tokenizer"] else ""
     command += f" --text-column {quote(inputs['text_column'])}" if inputs["text_column"] else ""
     command += f" --group-by {quote(inputs['group_by'])}" if inputs["group_by"] else ""
+    command += f" --record {inputs['record']}" if inputs["record"] else ""
     command += "" if inputs["context_from"] else f" --context {inputs['context']}"
     instead = "" if inputs["data_trees"] else "; a Trainer: evenload plan --engine trainer"
     untried = f" (our runtime never ran on several GPUs{instead})" if sizes else ""
@@ -98,7 +99,8 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
 def dropped_share(batches: Sequence[SampledBatch]) -> float:
     """Return the share of the tokens drawn that is cut off or dropped."""
     dropped = sum(batch.dropped_tokens for batch in batches)
-    kept = sum(document.num_tokens for batch in batches for document in batch.documents)
+    documents = (document for batch in batches for document in batch.documents)
+    kept = sum(document.num_tokens + document.num_shared_tokens for document in documents)
     return dropped / (dropped + kept) if dropped else 0.0
 
 
@@ -144,7 +146,7 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
 def _savings(savings: TreeSavings, unit: str) -> str:
     computed = f"{savings.unique_tokens:,} {unit} are computed for {savings.path_tokens:,}"
     if savings.recomputed_tokens:
-        computed += f", {savings.recomputed_tokens:,} of them again because trees were cut"
+        computed += f", {savings.recomputed_tokens:,} of them again because trees were cut (data.max_tree_tokens)"
     if savings.speedup is None:
         return f"Shared prefixes: {computed}; without sharing {savings.alone.name} does not fit memory."
     held, alone = (format_bytes(one.peak_memory_bytes or 0) for one in (savings.shared, savings.alone))

@@ -19,7 +19,7 @@ from evenload.cli.plan_request import LengthSource, PlanRequest
 from evenload.config.tokenizer import with_default_tokenizer, with_found_kinds
 from evenload.config.train_config import PlanConfig, read_train_config
 from evenload.data.chat_encoding import CHATML
-from evenload.data.config import DataConfig
+from evenload.data.config import DataConfig, RecordKind
 from evenload.data.hub import context_limit, is_hub_name, model_from
 from evenload.data.lengths import LengthTable, count_documents, with_counted_chats
 from evenload.errors import ConfigError
@@ -38,6 +38,7 @@ class InitRequest:
     model: str = option(None, "As of evenload plan; with its weights: Qwen/Qwen3-8B, or a folder.", default=MISSING)
     data: list[str] | None = option(None, "Documents: a file, folder, glob or URL; repeat for several.")
     text_column: str | None = option(None, "Key or column of the text, where it is not 'text'.")
+    record: RecordKind | None = option(None, "What a record of the documents holds (data.record). Default: auto.")
     group_by: str | None = option(None, "Key or column: equal records in a row share prefixes (data.group_by).")
     gpus: str | None = option(None, "How many, or which: a100x8. Default: this machine's; 0 = a CPU.", metavar="N")
     lora: bool = option(None, "Train LoRA adapters, not all weights.", "--lora", default=False)
@@ -66,25 +67,35 @@ def run_init(request: InitRequest) -> None:
     limit, table = context_limit(shape) or sys.maxsize, None
     if request.data:
         sources, column = tuple(request.data), request.text_column or "text"
-        own_settings = {"text_column": column, "group_by": request.group_by}
-        data = DataConfig(sources=sources, batch_tokens=1, max_document_tokens=sys.maxsize, **own_settings)
+        data = DataConfig(
+            sources=sources,
+            batch_tokens=1,
+            max_document_tokens=sys.maxsize,
+            text_column=column,
+            group_by=request.group_by,
+            record=request.record or "auto",
+        )
         data = with_counted_chats(with_found_kinds(with_default_tokenizer(data, name), name))
         table = count_documents(data, ", ".join(request.data))
-    lengths = table.sequence_lengths if table else np.array([sys.maxsize])
+    lengths = table.lengths if table else np.array([sys.maxsize])
     context, why = min((limit, "the model's limit"), (int(lengths.max()), "the longest document"))
     if request.context is not None:
         context, why = parse_tokens("--context", request.context), "as --context says"
     if context == sys.maxsize:
         raise ConfigError(f"the longest document that {name} was made for is not known; give --data, or --context 32k")
     why += f"; the model's limit is {limit:,}" if limit < context else ""
-    if table and (longer := int((lengths > context).sum())):
-        why += f"; {longer:,} of {counted(len(lengths), 'document')} are longer"
+    sequences, largest = (table.sequence_lengths, int(lengths.max())) if table and table.trees else (lengths, 0)
+    if table and (longer := int((sequences > context).sum())):
+        why += f"; {longer:,} of {counted(len(sequences), 'document')} are longer"
     cluster = _cluster_of(request.gpus)
     devices = cluster_from(cluster).num_devices if cluster else 0
-    most = int((table.lengths if table else lengths).sum()) // STEPS_OF_EPOCH // 1024 * 1024
-    each, batch = TOKENS_OF_PROCESS, max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))
+    most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024
+    each, batch = TOKENS_OF_PROCESS, max(context, largest, min(TOKENS_OF_PROCESS * max(1, devices), most))
     size = f"{batch}  # of a step, over all processes: {each:,} for each, but at least {STEPS_OF_EPOCH} steps an epoch"
-    text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
+    limits = f"{context}  # {why}"
+    if largest > context:
+        limits += f"\nmax_tree_tokens = {largest}  # the unique tokens of the largest tree of shared prefixes"
+    text = _text(request, model_from(shape), table, limits, size, on_gpus=devices > 0)
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
     rows = (line.partition("  # ") for line in text.replace("\n[", "\n\n[").splitlines())
@@ -123,6 +134,7 @@ def _text(
     records = table.records if table else ""
     template = f'chat_template = "{CHATML}"  # a plain one, as bytes have none\n' if CHATML in records else ""
     template += f"text_column = {json.dumps(request.text_column)}\n" if request.text_column else ""
+    template += f"record = {json.dumps(request.record)}\n" if request.record else ""
     template += f"group_by = {json.dumps(request.group_by)}\n" if request.group_by else ""
     overlong = '"split"  # a longer document becomes several; "truncate" and "drop" lose tokens'
     if any(kind in records for kind in ("messages", "conversations", "instruction")):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from evenload.cli.comparison import Comparison
+from evenload.cli.first_lines import equally_fast
 from evenload.cli.options import command_of, progress_bar, require_writable, shown_name, write_output
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import few_layouts, layout_of_plan, planners_of_layout, search_all_layouts
@@ -142,7 +143,7 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
     table = source.read(inputs.batches.context, inputs.batches.overlong, estimated=True)
-    has_trees = bool(table.trees)
+    has_trees = any(tree.segments for tree in table.trees.values())
     inputs = inputs.within(int(table.lengths.max(initial=1)))
     if request.engine and has_trees:
         raise ConfigError(
@@ -170,7 +171,8 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
     planners = searched.planners(inputs, batches) if searched else planners_of_layout(inputs, layout)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
-    savings = tree_savings(planners, batches, evaluation)
+    near = equally_fast(evaluation)
+    savings = tree_savings(planners, batches, evaluation, near[0].name) if near else None
     engine = worst = None
     if request.engine:
         planner = _engine_planner(request.engine, inputs, layout)
@@ -263,7 +265,7 @@ def _inputs_content(
         "stage_layers": layout.stage_counts,
         "devices": inputs.cluster.num_devices,
         "data_documents": len(table.lengths),
-        "data_trees": len(table.trees),
+        "data_trees": sum(bool(tree.segments) for tree in table.trees.values()),
         "documents": batches.num_documents,
         "tokens": batches.num_tokens,
         "context": batches.context,
@@ -273,7 +275,7 @@ def _inputs_content(
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
         "known_steps": options.own(FlexOptions).known_steps,
-        **{name: getattr(request, name) for name in ("strategy", "steps", "seed", "text_column", "group_by")},
+        **{name: getattr(request, name) for name in ("strategy", "steps", "seed", "text_column", "group_by", "record")},
         "cost": str(inputs.costs.cost_file or "analytic"),
         "memory_cap_bytes": inputs.memory_cap_bytes,
         "host_memory_cap_bytes_per_node": inputs.host.limit_bytes,

@@ -64,12 +64,14 @@ class LengthSource:
     table: LengthTable | None = None
 
     def read(self, context: int = sys.maxsize, overlong: Overlong = "split", *, estimated: bool = False) -> LengthTable:
-        """Return the lengths, counting tokens of documents where they are not known; sequences that may share prefixes,
-        and their trees, have at most `context` tokens, and longer ones are treated as `overlong` says. Without a
-        tokeniser tokens are `estimated`."""
+        """Return the lengths, counting tokens of documents where they are not known; sequences that may share prefixes
+        have at most `context` tokens, longer ones are treated as `overlong` says, and without a run trees are whole.
+        Without a tokeniser tokens are `estimated`."""
         if self.table is not None:
             return self.table
         most = None if self.data.max_tree_tokens is None else max(context, self.data.max_tree_tokens)
+        if self.run is None:
+            most = sys.maxsize
         data = msgspec.structs.replace(self.data, max_document_tokens=context, overlong=overlong, max_tree_tokens=most)
         # Counting tokens takes time; the spinner shows on terminals only.
         with Console(stderr=True).status(f"reading {escape(self.name)}"):
@@ -107,7 +109,7 @@ def length_source(
 
 def unit_message(table: LengthTable) -> str:
     """Say what records were counted, what a table in bytes means, and how to get tokens; "" for a table of numbers."""
-    in_bytes = "lengths are counted in bytes, end of document included; --tokenizer FOLDER counts tokens"
+    in_bytes = "lengths are counted in bytes, end of document included; name a tokeniser by --tokenizer FOLDER"
     return "\n".join(filter(None, (table.records, in_bytes if table.unit == "bytes" else "")))
 
 

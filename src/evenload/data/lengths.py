@@ -44,12 +44,19 @@ ESTIMATED = "none: a token for every 4 bytes"
 
 
 class TreeLengths(NamedTuple):
-    """Lengths of a tree of sequences that share prefixes: of its segments, depth first, and of every sequence;
-    `num_recomputed` of its tokens another part of a larger tree has, too."""
+    """Lengths of a tree of sequences that share prefixes.
+
+    Args:
+        segments: depth first; () = a document of a group that shares nothing.
+        sequences: tokens of each.
+        num_recomputed: of its tokens, those that another part of a larger tree has, too.
+        num_dropped: tokens of its group that were cut off or left out.
+    """
 
     segments: tuple[Segment, ...]
     sequences: tuple[int, ...]
     num_recomputed: int
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,19 +125,21 @@ def count_documents(config: DataConfig, origin: str, *, estimated: bool = False)
 
     def measured() -> Iterator[int]:
         documents = (document for part in parts for document in _documents(part, tokenizer))
-        for at, one in enumerate(documents):
+        for at, (one, num_dropped) in enumerate(documents):
             segments = tuple(segment._replace(num_tokens=told(segment.num_tokens)) for segment in one.segments)
-            if segments:
-                trees[at] = TreeLengths(
-                    segments, tuple(map(told, one.sequence_lengths)), told(one.num_recomputed_tokens)
-                )
+            if segments or num_dropped:
+                sequences = tuple(map(told, one.sequence_lengths or (len(one.tokens),)))
+                trees[at] = TreeLengths(segments, sequences, told(one.num_recomputed_tokens), told(num_dropped))
             yield sum(segment.num_tokens for segment in segments) or told(len(one.tokens))
 
     lengths = np.fromiter(measured(), np.int64)
     shared = ""
-    if trees:
-        unique, paths = lengths[[*trees]].sum(), sum(sum(tree.sequences) for tree in trees.values())
+    if any(tree.segments for tree in trees.values()):
+        paths = sum(sum(tree.sequences) for tree in trees.values())
+        again = sum(tree.num_recomputed for tree in trees.values())
+        unique = lengths[[*trees]].sum() - again
         shared = f"; {paths:,} {unit} of sequences that share prefixes are {unique:,} unique ones"
+        shared += f", and {again:,} again because trees were cut (data.max_tree_tokens)" if again else ""
     template = f", written by chat template {config.chat_template}" if config.chat_template else ""
     return LengthTable(
         lengths=checked_lengths(lengths, origin),
@@ -158,9 +167,10 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
     return lengths
 
 
-def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[EncodedDocument]:
+def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[tuple[EncodedDocument, int]]:
+    """Yield documents and, with the first of a group, the tokens that were cut off or left out of it."""
     encoder = open_encoder(config, tokenizer)
-    hold_out = HoldOut.of(config)
+    hold_out, num_dropped = HoldOut.of(config), 0
     whole = msgspec.structs.replace(config, max_document_tokens=sys.maxsize, max_tree_tokens=None)
     for reader, part in open_part(config).segments:
         file, records = reader.file, reader.records(part)
@@ -170,8 +180,13 @@ def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[Enc
             with naming(file):
                 outcomes = encode_groups(encoder, chunk)
             for record, outcome in zip(chunk, outcomes, strict=True):
-                pieces = fit_record(reader, record, outcome, config if isinstance(outcome, list) else whole)
-                yield from (document for document, _ in pieces if document is not None)
+                is_group = isinstance(outcome, list)
+                pieces = fit_record(reader, record, outcome, config if is_group else whole)
+                if is_group:  # all of one may be left out, which is told with the next
+                    num_dropped += sum(dropped[2] for _, dropped in pieces if dropped is not None)
+                for document in (one for one, _ in pieces if one is not None):
+                    yield document, num_dropped if is_group else 0
+                    num_dropped = 0 if is_group else num_dropped
 
 
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")

@@ -107,6 +107,7 @@ class BatchRule:
             if tree is not None:
                 documents.append(_tree_document(next(ids), length, tree))
                 sequences += tree.sequences
+                dropped += tree.num_dropped
                 tokens += length
                 continue
             if length > self.context and self.overlong == "drop":

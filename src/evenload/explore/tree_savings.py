@@ -30,13 +30,13 @@ class TreeSavings(Frozen):
 
 
 def tree_savings(
-    planners: StrategyPlanners, batches: Sequence[SampledBatch], evaluation: Evaluation
+    planners: StrategyPlanners, batches: Sequence[SampledBatch], evaluation: Evaluation, strategy: str
 ) -> TreeSavings | None:
-    """Plan the sequences of the batches one by one, with the best strategy of the evaluation of their trees. None where
-    nothing is shared, no strategy fits memory, or a part of a large cluster was planned."""
-    shared = next((result for result in evaluation.results if result.name == evaluation.best), None)
-    if shared is None or planners.of(shared.name).batches is not None or not any(batch.alone for batch in batches):
+    """Plan the sequences of the batches one by one, with a strategy of the evaluation of their trees. None where
+    nothing is shared, or a part of a large cluster was planned."""
+    if planners.of(strategy).batches is not None or not any(batch.alone for batch in batches):
         return None
+    shared = next(result for result in evaluation.results if result.name == strategy)
     apart = [replace(batch, documents=batch.alone, alone=()) for batch in batches]
     (alone,) = evaluate_strategies(planners, apart, [shared.name]).results
     documents = [document for proposal in evaluation.proposals[shared.name] for document in proposal.plan.documents]
