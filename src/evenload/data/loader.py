@@ -42,7 +42,6 @@ from evenload.data.batches import (
 from evenload.data.blocks import BlockHeader, BlockReader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, mixture_configs
-from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
 from evenload.data.part_files import label_warnings, open_part, source_lines, with_kinds
 from evenload.data.sources import files_digest
@@ -480,12 +479,8 @@ class GlobalBatchLoader:
             raise InvalidPlanError(f"plan of step {plan.step} defers {deferred[:5]} of the last batch; train them")
         self.ledger.record_step(plan, known)
         for doc_id in deferred:
-            content = None
-            if doc_id in batch.tokens:
-                # Copies: a view would keep the whole batch in memory for as long as the document waits.
-                labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
-                counts = batch.tokens.label_counts_of(doc_id).copy() if batch.has_label_counts else None
-                content = EncodedDocument(batch.tokens[doc_id].copy(), labels, counts)
+            # A copy: a view would keep the whole batch in memory for as long as the document waits.
+            content = batch.tokens.select([doc_id]).at(0) if doc_id in batch.tokens else None
             saved = DeferredDocument(document=known[doc_id], place=batch.place(doc_id), has_labels=batch.has_labels)
             self._deferred[doc_id] = Deferral(saved, content)
 
