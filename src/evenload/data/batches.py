@@ -5,25 +5,16 @@ A state is small, independent of the layout, and holds no text or tokens. Restor
 those of deferred documents; it is exact if sources and settings are the same, which the fingerprint checks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.blocks import (
-    BlockCursor,
-    BlockHeader,
-    BlockRequest,
-    DocumentBlock,
-    TokenTable,
-    TreeHeader,
-    join_tables,
-    make_table,
-)
+from evenload.data.blocks import BlockCursor, BlockHeader, BlockRequest, TokenTable, join_tables, make_table
 from evenload.data.config import DataConfig
 from evenload.data.encoders import EncodedDocument
 from evenload.data.groups import cut_tree
@@ -179,55 +170,41 @@ def decode_state(data: bytes) -> LoaderState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenBlock:
-    """A block that documents are sampled from; on ranks that do not read its stream `block`, the tokens, is None.
+    """A block that documents are sampled from; on ranks that do not read its stream `table`, the tokens, is None.
     lengths and num_labels are int32[num_documents]."""
 
     request: BlockRequest
     header: BlockHeader
     lengths: NDArray[np.int32]
     num_labels: NDArray[np.int32]
-    block: DocumentBlock | None
+    table: TokenTable | None
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SampledDocuments:
-    """Documents in sampling order, consecutive rows of every block; block and row int64[n], the others int32[n]."""
-
-    blocks: tuple[OpenBlock, ...]
-    block_of: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    num_labels: NDArray[np.int32]
+    def sampled(self, row: int, doc_id: int) -> "SampledDocument":
+        """Return a document of the block under an id."""
+        num_tokens, num_labels = self.lengths.item(row), self.num_labels.item(row)
+        document = Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_labels)
+        if tree := self.header.trees.get(row):
+            known = {field: value for field, value in tree._asdict().items() if field != "num_labels"}
+            document = msgspec.structs.replace(document, **known)
+        return SampledDocument(document=document, block=self, row=row)
 
     def tally(self) -> Tally:
-        trees = (tree.tally(int(self.lengths[place])) for place, tree in self.trees())
-        return sum(trees, Tally(documents=len(self.lengths), tokens=int(self.lengths.sum())))
-
-    def trees(self) -> Iterator[tuple[int, TreeHeader]]:
-        """Yield the documents that are trees, by place."""
-        if not any(block.header.trees for block in self.blocks):
-            return
-        for place, (block, row) in enumerate(zip(self.block_of.tolist(), self.rows.tolist(), strict=True)):
-            if (tree := self.blocks[block].header.trees.get(row)) is not None:
-                yield place, tree
+        """Sum up all documents."""
+        trees = self.header.trees
+        return Tally(
+            documents=len(self.lengths),
+            tokens=int(self.lengths.sum()),
+            shared_tokens=sum(max(0, one.num_path_tokens - self.lengths.item(row)) for row, one in trees.items()),
+            recomputed_tokens=sum(one.num_recomputed_tokens for one in trees.values()),
+        )
 
 
-def join_sampled(runs: Sequence[SampledDocuments]) -> SampledDocuments:
-    """Join runs; a block that comes several times stays one."""
-    blocks = {id(block): block for run in runs for block in run.blocks}
-    index = {key: at for at, key in enumerate(blocks)}
-    block_of = [np.array([index[id(block)] for block in run.blocks], np.int64)[run.block_of] for run in runs]
+class SampledDocument(Frozen, gc=False):
+    """A new document, and the row of the block that holds it."""
 
-    def joined(parts: Iterable[NDArray[Any]], dtype: type[np.integer]) -> NDArray[Any]:
-        return np.concatenate([np.zeros(0, dtype), *parts])
-
-    return SampledDocuments(
-        tuple(blocks.values()),
-        joined(block_of, np.int64),
-        joined((run.rows for run in runs), np.int64),
-        joined((run.lengths for run in runs), np.int32),
-        joined((run.num_labels for run in runs), np.int32),
-    )
+    document: Document
+    block: OpenBlock
+    row: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +229,7 @@ class GlobalBatch:
     epoch: int
     documents: tuple[Document, ...]
     tokens: TokenTable
-    sampled: SampledDocuments
+    sampled: tuple[SampledDocument, ...]
     has_labels: bool = False
     deferrals: Mapping[int, Deferral] = field(default_factory=dict)
     is_last: bool = False
@@ -272,14 +249,14 @@ class GlobalBatch:
         them."""
         if not cuts:
             return self
-        headers, documents = dict(self.sampled.trees()), list[Document]()
+        documents = list[Document]()
         content = {doc_id: self.tokens.at(row) for row, doc_id in enumerate(self.tokens.doc_ids.tolist())}
-        for at, one in enumerate(self.documents):
+        for one, sampled in zip(self.documents, self.sampled, strict=True):
             if one.doc_id not in cuts:
                 documents.append(one)
                 continue
             parts = shape_of(one.segments).parts(cuts[one.doc_id])
-            made = parts_of(one, parts, headers[at].num_labels)
+            made = parts_of(one, parts, sampled.block.header.trees[sampled.row].num_labels)
             documents += made
             if (tree := content.pop(one.doc_id, None)) is not None:
                 content |= zip([part.doc_id for part in made], cut_tree(tree, parts), strict=True)
@@ -289,31 +266,20 @@ class GlobalBatch:
     def place(self, doc_id: int) -> DocumentPlace:
         if doc_id in self.deferrals:
             return self.deferrals[doc_id].saved.place
-        at = doc_id % PART_IDS - self.documents[0].doc_id
-        block = self.sampled.blocks[self.sampled.block_of[at]]
-        return DocumentPlace(block=block.request, index=int(self.sampled.rows[at]), checksum=block.header.checksum)
-
-    def owners(self, doc_ids: Sequence[int], num_ranks: int) -> NDArray[np.int64]:
-        """Return the ranks that have read the documents, int64[n]."""
-        first = self.documents[0].doc_id if self.documents else 0
-        block_of = self.sampled.block_of.tolist()
-        of_block = [block.request.key.owner(num_ranks) for block in self.sampled.blocks]
-        waiting = {d: entry.saved.place.block.key.owner(num_ranks) for d, entry in self.deferrals.items()}
-        owners = (waiting[d] if d in waiting else of_block[block_of[d % PART_IDS - first]] for d in doc_ids)
-        return np.fromiter(owners, np.int64, len(doc_ids))
+        one = self.sampled[doc_id % PART_IDS - self.documents[0].doc_id]
+        return DocumentPlace(block=one.block.request, index=one.row, checksum=one.block.header.checksum)
 
 
-def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Deferral]) -> TokenTable:
+def own_tokens(sampled: Sequence[SampledDocument], carried: Mapping[int, Deferral]) -> TokenTable:
     """Return the tokens of the documents that this rank has read. A batch takes consecutive rows of a block."""
-    by_block = np.argsort(sampled.block_of, kind="stable")
-    edges = np.searchsorted(sampled.block_of[by_block], np.arange(len(sampled.blocks) + 1))
+    by_block: dict[OpenBlock, list[SampledDocument]] = {}
+    for one in sampled:
+        by_block.setdefault(one.block, []).append(one)
     tables: list[TokenTable] = []
-    for index, opened in enumerate(sampled.blocks):
-        block, members = opened.block, by_block[edges[index] : edges[index + 1]]
-        if block is None or not len(members):
-            continue
-        start, stop = int(sampled.rows[members[0]]), int(sampled.rows[members[-1]]) + 1
-        tables.append(block.table.span(start, stop, first + members))
+    for block, members in by_block.items():
+        if block.table is not None:
+            doc_ids = np.array([one.document.doc_id for one in members], np.int64)
+            tables.append(block.table.span(members[0].row, members[-1].row + 1, doc_ids))
     waiting = {doc_id: entry.content for doc_id, entry in carried.items() if entry.content is not None}
     if waiting:
         tables.append(make_table(list(waiting), list(waiting.values())))

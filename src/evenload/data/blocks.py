@@ -195,11 +195,6 @@ class TreeHeader(NamedTuple):
     num_recomputed_tokens: int
     num_labels: tuple[int, ...]
 
-    def tally(self, num_tokens: int) -> Tally:
-        """Return what a tally has of it beyond a plain document of as many tokens."""
-        shared = max(0, self.num_path_tokens - num_tokens)
-        return Tally(shared_tokens=shared, recomputed_tokens=self.num_recomputed_tokens)
-
 
 class BlockHeader(Frozen, array_like=True):
     """A block without its tokens: what all ranks know of it.
@@ -220,11 +215,6 @@ class BlockHeader(Frozen, array_like=True):
     checksum: int
     dropped: dict[str, Tally]
     trees: dict[int, TreeHeader]
-
-    def tally(self, lengths: NDArray[np.int32], start: int, stop: int) -> Tally:
-        """Sum up documents `[start, stop)`, whose `lengths` are int32[num_documents]."""
-        trees = (tree.tally(int(lengths[row])) for row, tree in self.trees.items() if start <= row < stop)
-        return sum(trees, Tally(documents=stop - start, tokens=int(lengths[start:stop].sum())))
 
 
 class DocumentBlock(NamedTuple):

@@ -18,7 +18,7 @@ Overlong = Literal["error", "split", "truncate", "drop"]
 OnCorrupt = Literal["error", "skip"]
 
 _MOST_STREAMS, _STREAM_DOCUMENTS = 16, 4  # of the default number of streams
-_NAMED_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
+_NAMED_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column", "group_by")
 
 
 def require_least(section: str, config: Frozen, what: str, least: float, *fields: str) -> None:
@@ -221,10 +221,8 @@ class DataConfig(Frozen):
         require_value("data", self, "max_tree_tokens", fits, least)
         _check_choices(self, "data.")
         for field in _NAMED_COLUMNS:
-            if not getattr(self, field):
-                raise ConfigError(f"data.{field} is empty; name the key or column")
-        if self.group_by == "":
-            raise ConfigError("data.group_by is empty; name the key or column, or leave it out")
+            if getattr(self, field) == "":
+                raise ConfigError(f"data.{field} is empty; name the key or column, or leave it out")
 
     @property
     def most_tree_tokens(self) -> int:

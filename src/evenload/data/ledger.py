@@ -44,11 +44,12 @@ class Tally(Frozen, array_like=True):
 
 
 def tally_of(documents: Collection[Document]) -> Tally:
+    trees = [one for one in documents if one.segments]
     return Tally(
         documents=len(documents),
-        tokens=sum(one.num_tokens for one in documents),
-        shared_tokens=sum(one.num_shared_tokens for one in documents),
-        recomputed_tokens=sum(one.num_recomputed_tokens for one in documents),
+        tokens=sum([one.num_tokens for one in documents]),
+        shared_tokens=sum(one.num_shared_tokens for one in trees),
+        recomputed_tokens=sum(one.num_recomputed_tokens for one in trees),
     )
 
 

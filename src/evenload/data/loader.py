@@ -8,7 +8,7 @@ Every rank reads its share of the streams and knows every document's length from
 the tokens to the ranks that train them. The part of the mixture that is furthest behind its share of *tokens* is next;
 inside a part the streams take turns (`StreamSampler`). Batches may be drawn before their turn (`DrawnBatches`); each
 carries the position after it and its part of the account, which count only when it is handed out, so a state is the
-same however many were drawn. Price: a few microseconds a document (some 20 µs in a mixture); in memory are the open
+same however many were drawn. Price: a few microseconds a document (some 10 µs in a mixture); in memory are the open
 block of every stream that this rank reads, the next one, and those of drawn batches.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload.data.batches import (
     Deferral,
@@ -32,19 +31,17 @@ from evenload.data.batches import (
     OpenBlock,
     PartState,
     Peers,
-    SampledDocuments,
+    SampledDocument,
     SingleRank,
     StreamState,
     check_fingerprint,
     config_fingerprint,
-    join_sampled,
     own_tokens,
     state_at_epoch,
 )
 from evenload.data.blocks import BlockHeader, BlockReader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, mixture_configs
-from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
 from evenload.data.part_files import label_warnings, open_part, source_lines, with_kinds
 from evenload.data.sources import files_digest
@@ -105,28 +102,30 @@ class StreamSampler:
     def num_sampled(self) -> int:
         return sum(part.at.documents for part in self._parts)
 
-    def sample(self, num_documents: int | None, takes: Takes) -> SampledDocuments | None:
-        """Sample at most `num_documents`, up to the first that `takes` refuses, as far as the open blocks go; None at
-        the end of the epoch. Collective; `DataError` on every rank."""
+    def sample(self, num_documents: int | None, first_id: int, takes: Takes) -> list[SampledDocument]:
+        """Sample at most `num_documents`, up to the first that `takes` refuses, as far as the open blocks go; none also
+        at the end of the epoch. Ids count from `first_id`. Collective; `DataError` on every rank."""
         while (next_part := self._next_part()) is not None:
             part, is_only = next_part
             streams = self._ready_streams(part)
             if not streams:
                 continue
             # Parts take turns by document; a part that is alone gives whole rounds of its streams.
-            rounds, most = 1, 1
+            most = 1
             if is_only:
-                rounds = min(len(stream.opened.lengths) - stream.at.taken for stream in streams if stream.opened)
-                most = rounds * len(streams)
+                most = len(streams) * min(len(opened.lengths) - stream.at.taken for stream, opened in streams)
             if num_documents is not None:
                 most = min(most, num_documents)
-            sampled = _rounds(streams, rounds, most)
-            fitting = next((at for at, size in enumerate(sampled.lengths.tolist()) if not takes(size)), most)
-            if fitting < most:
-                sampled = _rounds(streams, rounds, fitting)
-            self._commit(part, streams, sampled.tally())
+            sampled: list[SampledDocument] = []
+            for turn in range(most):
+                stream, opened = streams[turn % len(streams)]
+                one = opened.sampled(stream.at.taken + turn // len(streams), first_id + turn)
+                if not takes(one.document.num_tokens):
+                    break
+                sampled.append(one)
+            self._commit(part, streams, [one.document for one in sampled])
             return sampled
-        return None
+        return []
 
     def restart(self, epoch: int) -> None:
         for part in self._parts:
@@ -161,44 +160,39 @@ class StreamSampler:
         # The share of one more token breaks the tie at the beginning by weight.
         return max(left, key=lambda part: part.weight * (total + 1) - part.at.tokens), False
 
-    def _ready_streams(self, part: _Part) -> list[_Stream]:
+    def _ready_streams(self, part: _Part) -> list[tuple[_Stream, OpenBlock]]:
         """Return the streams that have not ended, each with documents left to take, from the one whose turn it is."""
-        ready: list[_Stream] = []
+        ready: list[tuple[_Stream, OpenBlock]] = []
         for stream in part.streams[part.at.turn :] + part.streams[: part.at.turn]:
             while stream.at.cursor is not None:
                 if stream.opened is None:
                     self._open_blocks()
                 assert stream.opened is not None
                 if len(stream.opened.lengths):
-                    ready.append(stream)
+                    ready.append((stream, stream.opened))
                     break
                 self._count(stream.opened)
                 stream.move(StreamState(cursor=stream.opened.header.next_cursor))
         return ready
 
-    def _commit(self, part: _Part, streams: Sequence[_Stream], taken: Tally) -> None:
-        count, turn = taken.documents, part.at.turn
+    def _commit(self, part: _Part, streams: Sequence[tuple[_Stream, OpenBlock]], documents: Sequence[Document]) -> None:
+        count, turn = len(documents), part.at.turn
         if count:
-            turn = (streams[(count - 1) % len(streams)].key.stream + 1) % len(part.streams)
-        part.at = msgspec.structs.replace(
-            part.at, turn=turn, documents=part.at.documents + count, tokens=part.at.tokens + taken.tokens
-        )
-        for index, stream in enumerate(streams):
-            own = count // len(streams) + (index < count % len(streams))
-            opened, at = stream.opened, stream.at
-            if not own or opened is None:
-                continue
-            left, stop = at.left if at.taken else self._count(opened), at.taken + own
+            turn = (streams[(count - 1) % len(streams)][0].key.stream + 1) % len(part.streams)
+        tokens = part.at.tokens + sum([one.num_tokens for one in documents])
+        part.at = msgspec.structs.replace(part.at, turn=turn, documents=part.at.documents + count, tokens=tokens)
+        for index, (stream, opened) in enumerate(streams[:count]):
+            at, taken = stream.at, documents[index :: len(streams)]
+            left, stop = at.left if at.taken else self._count(opened), at.taken + len(taken)
             if stop == len(opened.lengths):
                 stream.move(StreamState(cursor=opened.header.next_cursor))
                 continue
-            left -= opened.header.tally(opened.lengths, at.taken, stop)
+            left -= tally_of(taken)
             stream.at = StreamState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
 
     def _count(self, opened: OpenBlock) -> Tally:
         """Count a block as read, and what it dropped as dropped; return its documents."""
-        documents = opened.header.tally(opened.lengths, 0, len(opened.lengths))
-        dropped = opened.header.dropped
+        documents, dropped = opened.tally(), opened.header.dropped
         read = LedgerState(read=sum(dropped.values(), documents), dropped=dropped)
         self._ledger.state = self._ledger.state.with_read(read)
         return documents
@@ -211,57 +205,45 @@ class StreamSampler:
             for stream in part.streams
             if stream.at.cursor is not None and stream.opened is None
         ]
-        rank, size = self._peers.rank, self._peers.size
-        requests = [request for *_, request in waiting if request.key.owner(size) == rank]
-        for request in requests:
-            self._service.request(request)
-        own: dict[StreamKey, DocumentBlock] = {}
-        answer: list[tuple[StreamKey, BlockHeader]] | str
-        try:
-            for request in requests:
-                own[request.key] = self._service.take(request)
-            answer = [(key, block.header) for key, block in own.items()]
-        except EvenloadError as error:
-            # Names of files may hold bytes that are no UTF-8.
-            answer = str(error).encode(errors="backslashreplace").decode()
-        headers: dict[StreamKey, BlockHeader] = {}
-        for data in self._peers.gather(msgspec.msgpack.encode(answer)):
-            answer = msgspec.msgpack.decode(data, type=list[tuple[StreamKey, BlockHeader]] | str)
-            if isinstance(answer, str):
-                raise DataError(answer)
-            headers |= answer
-        for part, stream, request in waiting:
-            header, block = headers[stream.key], own.get(stream.key)
-            if stream.at.taken and stream.at.checksum != header.checksum:
+        blocks = _open_together([request for *_, request in waiting], self._service, self._peers)
+        for (part, stream, request), opened in zip(waiting, blocks, strict=True):
+            if stream.at.taken and stream.at.checksum != opened.header.checksum:
                 raise DataError(
-                    f"block {header.cursor.block} of stream {stream.key.stream} of data.{part.name} has changed since "
+                    f"block {request.cursor.block} of stream {stream.key.stream} of data.{part.name} has changed since "
                     "the loader's state was saved; the sources must not change between save and resume"
                 )
-            lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
-            stream.opened = OpenBlock(request, header, lengths, num_labels, block)
-            if block is not None and header.next_cursor is not None:
+            stream.opened = opened
+            if opened.table is not None and opened.header.next_cursor is not None:
                 # The next one is read while documents of this one are taken.
-                self._service.request(request._replace(cursor=header.next_cursor))
+                self._service.request(request._replace(cursor=opened.header.next_cursor))
 
 
-def _rounds(streams: Sequence[_Stream], rounds: int, most: int) -> SampledDocuments:
-    """Return the first `most` documents when the streams take turns so many times."""
-    blocks = [stream.opened for stream in streams if stream.opened is not None]
-    starts = np.array([stream.at.taken for stream in streams])
-
-    def columns(values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-        spans = [column[start : start + rounds] for column, start in zip(values, starts.tolist(), strict=True)]
-        return np.stack(spans, axis=1).ravel()[:most]
-
-    order = np.arange(most)
-    block_of = order % len(blocks)
-    return SampledDocuments(
-        tuple(blocks),
-        block_of,
-        starts[block_of] + order // len(blocks),
-        columns([block.lengths for block in blocks]),
-        columns([block.num_labels for block in blocks]),
-    )
+def _open_together(requests: Sequence[BlockRequest], service: BlockService, peers: Peers) -> list[OpenBlock]:
+    """Open blocks, each read by the rank that owns its stream. Collective; `DataError` on every rank."""
+    own = [request for request in requests if request.key.owner(peers.size) == peers.rank]
+    for request in own:
+        service.request(request)
+    blocks: dict[BlockRequest, DocumentBlock] = {}
+    answer: list[tuple[BlockRequest, BlockHeader]] | str
+    try:
+        for request in own:
+            blocks[request] = service.take(request)
+        answer = [(request, block.header) for request, block in blocks.items()]
+    except EvenloadError as error:
+        # Names of files may hold bytes that are no UTF-8.
+        answer = str(error).encode(errors="backslashreplace").decode()
+    headers: dict[BlockRequest, BlockHeader] = {}
+    for data in peers.gather(msgspec.msgpack.encode(answer)):
+        answer = msgspec.msgpack.decode(data, type=list[tuple[BlockRequest, BlockHeader]] | str)
+        if isinstance(answer, str):
+            raise DataError(answer)
+        headers |= answer
+    opened: list[OpenBlock] = []
+    for request in requests:
+        header, block = headers[request], blocks.get(request)
+        lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
+        opened.append(OpenBlock(request, header, lengths, num_labels, block.table if block else None))
+    return opened
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -283,7 +265,7 @@ class DrawnBatch:
 
     epoch: int
     documents: tuple[Document, ...]
-    sampled: SampledDocuments
+    sampled: tuple[SampledDocument, ...]
     read: LedgerState
     after: DrawPosition
 
@@ -302,7 +284,7 @@ class DrawnBatches:
     peers: Peers
     fill: Callable[[], Takes] | None = None
     _read: Ledger = field(default_factory=Ledger)
-    _members: list[SampledDocuments] = field(default_factory=list)
+    _members: list[SampledDocument] = field(default_factory=list)
     _waiting: deque[DrawnBatch] = field(default_factory=deque)
     _has_failed: bool = False
     """The batch after those that wait could not be read; not tried again before its turn comes."""
@@ -320,9 +302,9 @@ class DrawnBatches:
 
     def account(self, handed_out: LedgerState) -> tuple[LedgerState, Tally]:
         """Return the account with all that was drawn, and what of it is in no batch that was handed out."""
-        state, held = handed_out, self.position().held() + _tally(self._members)
+        state, held = handed_out, self.position().held() + tally_of([one.document for one in self._members])
         for batch in self._waiting:
-            state, held = state.with_read(batch.read), held + batch.sampled.tally()
+            state, held = state.with_read(batch.read), held + tally_of(batch.documents)
         return state.with_read(self._read.state), held
 
     def peek(self, count: int, at_epoch_end: EpochEnd) -> list[DrawnBatch]:
@@ -351,18 +333,11 @@ class DrawnBatches:
             self._epoch += 1
             self._streams.restart(self._epoch)
             self._collect()
-        sampled, self._members = join_sampled(self._members), []
-        columns = zip(sampled.lengths.tolist(), sampled.num_labels.tolist(), strict=True)
-        documents = [
-            Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_labels)
-            for doc_id, (num_tokens, num_labels) in enumerate(columns, start=self._next_doc_id)
-        ]
-        for place, tree in sampled.trees():
-            known = {field: value for field, value in tree._asdict().items() if field != "num_labels"}
-            documents[place] = msgspec.structs.replace(documents[place], **known)
+        sampled, self._members = tuple(self._members), []
+        documents = tuple([one.document for one in sampled])
         self._next_doc_id += len(documents)
         read, self._read.state = self._read.state, LedgerState()
-        return DrawnBatch(self._epoch, tuple(documents), sampled, read, self.position())
+        return DrawnBatch(self._epoch, documents, sampled, read, self.position())
 
     def _collect(self) -> None:
         """Draw the members of the next batch, after a failure its other ones; none at the end of an epoch."""
@@ -370,13 +345,14 @@ class DrawnBatches:
             return
         documents, members = self.config.batch_documents, self._members
         takes = self.fill() if self.fill else _TokenBudget(self.config.batch_tokens or math.inf).take
-        taken = sum(takes(size) for run in members for size in run.lengths.tolist())
-        while taken != documents:
-            run = self._streams.sample(None if documents is None else documents - taken, takes)
-            if run is None or not len(run.lengths):
+        for one in members:
+            takes(one.document.num_tokens)
+        while len(members) != documents:
+            most = None if documents is None else documents - len(members)
+            sampled = self._streams.sample(most, self._next_doc_id + len(members), takes)
+            if not sampled:
                 break
-            members.append(run)
-            taken += len(run.lengths)
+            members += sampled
 
     def _is_finished(self) -> bool:
         return self.config.epochs is not None and self._epoch >= self.config.epochs
@@ -394,10 +370,6 @@ class _TokenBudget:
 
 
 _INSPECTED_FILES = 16
-
-
-def _tally(members: Sequence[SampledDocuments]) -> Tally:
-    return sum((run.tally() for run in members), Tally())
 
 
 class GlobalBatchLoader:
@@ -461,14 +433,14 @@ class GlobalBatchLoader:
             step=self._step,
             epoch=drawn.epoch,
             documents=documents,
-            tokens=own_tokens(sampled, documents[0].doc_id if documents else 0, carried),
+            tokens=own_tokens(sampled, carried),
             sampled=sampled,
-            has_labels=any(block.header.has_labels for block in sampled.blocks)
+            has_labels=any(one.block.header.has_labels for one in sampled)
             or any(entry.saved.has_labels for entry in carried.values()),
             deferrals=carried,
             is_last=not documents,
         )
-        self.ledger.add_handed_out(sampled.tally(), tally_of(batch.carried))
+        self.ledger.add_handed_out(tally_of(documents), tally_of(batch.carried))
         self._deferred = {}
         self._step += 1
         return batch
@@ -507,12 +479,8 @@ class GlobalBatchLoader:
             raise InvalidPlanError(f"plan of step {plan.step} defers {deferred[:5]} of the last batch; train them")
         self.ledger.record_step(plan, known)
         for doc_id in deferred:
-            content = None
-            if doc_id in batch.tokens:
-                # Copies: a view would keep the whole batch in memory for as long as the document waits.
-                labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
-                counts = batch.tokens.label_counts_of(doc_id).copy() if batch.has_label_counts else None
-                content = EncodedDocument(batch.tokens[doc_id].copy(), labels, counts)
+            # A copy: a view would keep the whole batch in memory for as long as the document waits.
+            content = batch.tokens.select([doc_id]).at(0) if doc_id in batch.tokens else None
             saved = DeferredDocument(document=known[doc_id], place=batch.place(doc_id), has_labels=batch.has_labels)
             self._deferred[doc_id] = Deferral(saved, content)
 
@@ -553,7 +521,7 @@ class GlobalBatchLoader:
                 if not batch.documents:
                     return batches, 1.0
                 batches.append(batch.documents)
-                taken, account = taken + batch.sampled.tally(), account.with_read(batch.read)
+                taken, account = taken + tally_of(batch.documents), account.with_read(batch.read)
         finally:
             service.close()
         readers = [reader for part in self.parts for reader in part.readers]
@@ -601,26 +569,17 @@ class GlobalBatchLoader:
 
     def _reload_deferred(self) -> None:
         """Read the deferred documents of a state again, each on the rank that reads its stream. Collective."""
+        requests = list(dict.fromkeys(lost.place.block for lost in self._lost))
+        blocks = {block.request: block for block in _open_together(requests, self.background, self.peers)}
         entries: dict[int, Deferral] = {}
-        problem = b""
-        blocks: dict[BlockRequest, DocumentBlock] = {}
-        try:
-            for lost in self._lost:
-                place, request, content = lost.place, lost.place.block, None
-                if request.key.owner(self.peers.size) == self.peers.rank:
-                    if request not in blocks:
-                        blocks[request] = self.background.take(request)
-                    if blocks[request].header.checksum != place.checksum:
-                        raise DataError(
-                            f"block {request.cursor.block} of stream {request.key.stream} with deferred document "
-                            f"{lost.document.doc_id} has changed; sources must not change between save and resume"
-                        )
-                    content = blocks[request].table.at(place.index)
-                entries[lost.document.doc_id] = Deferral(lost, content)
-        except EvenloadError as error:
-            problem = str(error).encode()
-        if problems := [answer for answer in self.peers.gather(problem) if answer]:
-            raise DataError(problems[0].decode())
+        for lost in self._lost:
+            place, block, doc_id = lost.place, blocks[lost.place.block], lost.document.doc_id
+            if block.header.checksum != place.checksum:
+                raise DataError(
+                    f"block {place.block.cursor.block} of stream {place.block.key.stream} with deferred document "
+                    f"{doc_id} has changed; sources must not change between save and resume"
+                )
+            entries[doc_id] = Deferral(lost, None if block.table is None else block.table.at(place.index))
         self._deferred, self._lost = entries, ()
 
 

@@ -209,10 +209,9 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
     lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
     rank = peers.rank
     tables = [batch.tokens.select([doc_id for doc_id in documents if doc_id in batch.tokens]) for documents in wanted]
-    owners = batch.owners(wanted[rank], peers.size).tolist()
     incoming: list[list[int]] = [[] for _ in range(peers.size)]
-    for doc_id, owner in zip(wanted[rank], owners, strict=True):
-        incoming[owner].append(doc_id)
+    for doc_id in wanted[rank]:
+        incoming[batch.place(doc_id).block.key.owner(peers.size)].append(doc_id)
     columns = [[table.tokens for table in tables]]  # one after the other, each of all documents
     if batch.has_labels:
         columns.append([all_labels(table) for table in tables])
