@@ -66,21 +66,17 @@ class RankRun:
 
     Args:
         loss_sum: this rank's share of the global mean loss, on its device; 0 except on last stages.
+        trace: returns when its actions ran. Waits for a GPU; call it before the next run.
         held: bytes that the activation stores held at most, on the device and in host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
         heads: of every backward pack, on last stages.
     """
 
     loss_sum: Tensor
-    read_trace: Callable[[], RankTrace]
+    trace: Callable[[], RankTrace]
     held: HeldBytes
     most_sends_kept: int
     heads: tuple[HeadOutput, ...]
-
-    @property
-    def trace(self) -> RankTrace:
-        """Return when its actions ran. Waits for a GPU; read it before the next run."""
-        return self.read_trace()
 
 
 class Executor:
