@@ -105,7 +105,7 @@ class Executor:
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
-            if mine.has_trees:
+            if mine.trees:
                 refuse_trees(stage.model)
             stage.begin_step(document_tokens, *([] if weights is None else [weights.await_unit]))
         held = HeldBytes()
@@ -236,7 +236,7 @@ def forward_losses(
     stores: dict[int, ForwardStore] = {}
     for number, stage in stages.items():
         stores[number] = ForwardStore(stored, (), held=held, shard=stage.row_shard)
-        if mine.has_trees:
+        if mine.trees:
             refuse_trees(stage.model)
         stage.begin_step(document_tokens)
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenload.attention.range_attention import RangeAttention
-from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
+from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.state_calls import StateForm, carrying
@@ -78,6 +78,8 @@ class PipelineStage:
                 tensor=tensor,
             )
         self._state = state or ReplayState(backend=backend)
+        self.backend, self.hidden_size = self._state.backend, model.config.hidden_size
+        self.row_shard = None if tensor is None else tensor.shard
         if state is None:
             make_layers_replayable(model, self._state, tensor)
 
@@ -88,24 +90,12 @@ class PipelineStage:
         return PipelineStage(model, self.backend, self._tensor, self._state)
 
     @property
-    def backend(self) -> RangeAttention:
-        return self._state.backend
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.config.hidden_size
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._like.dtype
 
     @property
     def device(self) -> torch.device:
         return self._like.device
-
-    @property
-    def row_shard(self) -> RowShard | None:
-        return None if self._tensor is None else self._tensor.shard
 
     def num_rows(self, ranges: Iterable[Range]) -> int:
         return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
