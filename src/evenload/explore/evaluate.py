@@ -189,10 +189,9 @@ def _evaluate(
     planners: StrategyPlanners, batches: Sequence[SampledBatch], name: str
 ) -> tuple[StrategyResult, tuple[Proposal, ...]]:
     planner, flexible, batches = planners.planner, planners.flexible, planners.batches or batches
-    stride = planners.stride
     lower_bound_s = [planner.costs.lower_bound_seconds(*lengths_of(batch.documents)) for batch in batches]
     layout = _sizes(planners.stands_for or planner.layout)
-    dropped = sum(batch.dropped_tokens for batch in batches)
+    dropped, stride = sum(batch.dropped_tokens for batch in batches), planners.stride
     note, decisions = "", ()
     try:
         if flexible is not None and flexible.changes_layout_of(name):

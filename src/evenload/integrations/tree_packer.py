@@ -279,10 +279,9 @@ class TreePacker:
                 places = [group[at] for at, segment in whole.leaves if segment in part.own]
                 has_label, counted = ([one[place] for place in places] for one in (labels, weights))
                 (tree,) = build_trees([own[place] for place in places], has_label, min_shared_tokens=self._min_shared)
-                num_rows = len(tree.tokens)
-                num_pairs = float((TreeShape(tree.segments).positions(0, num_rows) + 1).sum())
+                num_pairs = float((TreeShape(tree.segments).positions(0, len(tree.tokens)) + 1).sum())
                 # In tokens: a pair of a row and a key costs 4 · width a layer, a token about 24 · width².
-                work = num_rows + num_pairs / (6 * self._width)
+                work = len(tree.tokens) + num_pairs / (6 * self._width)
                 yield _Part(tree, places, has_label, counted, part.num_recomputed, work)
 
     def _fill(self, units: list[list[_Part]]) -> list[list[_Part]]:
