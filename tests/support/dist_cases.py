@@ -145,8 +145,9 @@ class RankUnderTest:
         norm, _ = reduction.norm_and_loss(torch.zeros(()))
         whole = gathered_gradients(self.buffers, shards, mesh)
         gradients = {name: gradient.cpu().numpy().copy() for name, gradient in whole.items()}
-        by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
-        after = run.trace.memory_bytes.tolist()
+        trace = run.trace()
+        by_kind = dict(zip(STORE_KINDS, trace.memory_kind_bytes.T.tolist(), strict=True))
+        after = trace.memory_bytes.tolist()
         stored = StoredBytes(
             *(run.held.peak_bytes, run.held.peak_by_kind, after, by_kind),
             *(run.held.peak_host_bytes, run.most_sends_kept, self._context_bytes() - before_bytes),

@@ -7,6 +7,7 @@ backward) are timed on a pack of short documents whose backward defers them.
 import functools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -42,7 +43,8 @@ def head_work(
         ranges = (Range(0, 0, rows),)
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         targets = torch.randint(0, vocab_size, (rows,), device=stage.device)
-        return lambda: stage.head(hidden, targets, 1, ranges)
+        pack = replace(pack_tokens(ranges, stage), targets=targets)
+        return lambda: stage.head(pack, hidden, 1)
 
     return {count: of(count) for count in rows}
 

@@ -253,8 +253,7 @@ def _sequences_of(table: TokenTable, doc_id: int, shape: TreeShape | None) -> It
     counts = np.where(labels == IGNORE_INDEX, 0, all_label_counts(document))
     paths = [np.arange(len(labels))]
     if shape is not None:
-        inner = set(shape.parents.tolist())
-        paths = [shape.rows_of_path(last) for last in range(len(shape.parents)) if last not in inner]
+        paths = [shape.rows_of_path(leaf) for leaf in shape.leaves.tolist()]
     for rows in paths:
         row, label, count = (torch.from_numpy(column[rows]).long() for column in (document.tokens, labels, counts))
         yield row, label, count

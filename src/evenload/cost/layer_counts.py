@@ -306,8 +306,8 @@ def state_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
 
 
 def _kept_keys(model: ModelSpec, tp: int) -> NDArray[np.int64]:
-    kept = [kind.attention if kind.attention and kind.attention.is_kept else None for kind in model.kinds]
-    return np.array([one.local_key_width(tp) if one else 0 for one in kept], np.int64)
+    attentions = (kind.attention for kind in model.kinds)
+    return np.array([one.local_key_width(tp) if one and one.is_kept else 0 for one in attentions], np.int64)
 
 
 def accumulator_bytes(model: ModelSpec) -> int:

@@ -100,7 +100,12 @@ def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False
         ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
         ValueError: columns that are no packs of these documents.
     """
-    _require_known_links(costs, packs)
+    costs.require_trees(packs.trees)
+    costs.require_sliceable(packs.forward)
+    costs.require_sliceable(packs.backward)
+    # The core takes links for granted.
+    for ranks in np.unique(np.concatenate([packs.forward.cp, packs.backward.cp])).tolist():
+        require_links_of_group(costs, ranks, packs.policy)
     codes = np.empty(0, np.int8) if packs.policy is None else np.ascontiguousarray(packs.policy, np.int8)
     num_tokens = np.ascontiguousarray(packs.num_tokens, np.int64)
     *columns, parts = _native.price_packs(
@@ -125,24 +130,9 @@ def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False
     )
 
 
-def _require_known_links(costs: PackCosts, packs: ReplicaPacks) -> None:
-    """Refuse, as `PackCosts` does, what the core takes for granted."""
-    forward, backward = packs.forward, packs.backward
-    costs.require_trees(packs.trees)
-    costs.require_sliceable(forward)
-    costs.require_sliceable(backward)
-    if packs.policy is not None and (packs.policy == OFFLOAD).any():
-        costs.host_link()
-    shared = (forward.cp > 1).any() or (backward.cp > 1).any()
-    coefficients = costs.coefficients
-    leaves_node = costs.layout.world_size > coefficients.devices_per_node
-    if shared and (coefficients.intra_node is None or (leaves_node and coefficients.inter_node is None)):
-        costs.context_seconds(forward, "forward")  # refuses a group over a link that is not known
-        costs.context_seconds(backward, "backward")
-
-
 def require_links_of_group(costs: PackCosts, ranks: int, policy: NDArray[np.int8] | None) -> None:
-    """Refuse, as `pipeline_tasks` does, packs that so many ranks share over a link that is not known."""
+    """Refuse, as `PackCosts` does, packs that so many ranks share, or copy to the host, over a link that is not
+    known."""
     if policy is not None and (policy == OFFLOAD).any():
         costs.host_link()
     if ranks > 1:

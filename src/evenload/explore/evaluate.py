@@ -189,11 +189,9 @@ def _evaluate(
     planners: StrategyPlanners, batches: Sequence[SampledBatch], name: str
 ) -> tuple[StrategyResult, tuple[Proposal, ...]]:
     planner, flexible, batches = planners.planner, planners.flexible, planners.batches or batches
-    stride = planners.stride
-    lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
     lower_bound_s = [planner.costs.lower_bound_seconds(*lengths_of(batch.documents)) for batch in batches]
     layout = _sizes(planners.stands_for or planner.layout)
-    dropped = sum(batch.dropped_tokens for batch in batches)
+    dropped, stride = sum(batch.dropped_tokens for batch in batches), planners.stride
     note, decisions = "", ()
     try:
         if flexible is not None and flexible.changes_layout_of(name):
@@ -215,14 +213,13 @@ def _evaluate(
             layout=layout,
         ), ()
     step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
-    tokens_of = [[document.num_tokens for document in proposal.plan.documents] for proposal in proposals]
     physical_s, layout_s = (
         [bound(proposal.costs, *lengths_of(proposal.plan.documents)) for proposal in proposals]
         for bound in (physical_bound_seconds, layout_bound_seconds)
     )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)
-    trained = sum(int(tokens.sum()) for tokens in lengths)
-    planned = [sum(tokens) for tokens in tokens_of]
+    trained = sum(document.num_tokens for batch in batches for document in batch.documents)
+    planned = [sum(document.num_tokens for document in proposal.plan.documents) for proposal in proposals]
     delays = [proposal.plan.mean_token_delay_steps for proposal in proposals]
     late = sum(num_tokens * delay for num_tokens, delay in zip(planned, delays, strict=True))
     means: dict[str, Any] = {name: float(np.mean([getattr(one, name) for one in proposals])) for name in _MEANS}

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from evenload.cost.pack_cost import PackCosts
 from evenload.data.batches import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.chat_encoding import stop_warnings
 from evenload.data.config import DataConfig
@@ -181,8 +180,59 @@ class PackedLoader:
         self._plan_anew(self._model, self.model_is_assumed)
 
     def _start_lines(self) -> list[str]:
-        balance = _balance_line(self._planner.planner.costs, assumed=self.model_is_assumed)
-        return [balance, *_start_lines(self.config, self._tokenizer_fact, self.options, self._place)]
+        """Describe what the loader does and does not do, a line a subject; first what packs are balanced for."""
+        config, options, place, costs = self.config, self.options, self._place, self._planner.planner.costs
+        model = costs.model.name
+        if self.model_is_assumed:
+            model += ", which is assumed: give the model you train as PackedLoader(model=...), since the share of "
+            model += "attention in a document's time depends on it"
+        planning, strategy = options.planning(), strategy_named(options.strategy)
+        is_engines_auto = options.strategy == BEST
+        whose = "this engine's price" if options.engine else "the price of a plain loop"
+        auto = ENGINES_AUTO.replace("this engine's price", whose)
+        delays = strategy.delays(planning) and not is_engines_auto
+        documents = config.batch_documents
+        batch = counted(documents, "document") if documents else f"up to {config.batch_tokens} tokens"
+        batch += ", as many as fill the packs" * options.fills_packs
+        packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
+        if options.micro_batches is not None:
+            packs = f"exactly {counted(options.micro_batches, 'pack')} a rank"
+        packs += f" of at most {options.max_tokens} tokens"
+        if options.fixed_shapes:
+            packs += f", each padded to {options.max_tokens} tokens"
+        elif options.row_multiple > 1:
+            packs += f", each padded to a multiple of {options.row_multiple} tokens"
+        if options.sequence_ranks > 1:
+            packs += f", each shared by {counted(options.sequence_ranks, 'rank')}"
+        order = "as in the files"
+        if config.shuffle_window > 1:
+            order = f"shuffled within {counted(config.shuffle_window, 'document')}, seed {config.seed}"
+        # Other strategies that defer documents do not read the window.
+        if delays and not strategy.delays(msgspec.structs.replace(planning, window=1)):
+            order += f", packed over {counted(planning.window, 'batch')}"
+        reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
+        workers = counted(config.workers, "process") if config.workers else "a thread"
+        not_done = [
+            "no document attends to another, and none is cut",
+            "no attention mask is made, no special tokens but the end of a document, tensors stay on the CPU",
+        ]
+        if delays and not options.evaluation and config.epochs is None:
+            not_done.append("documents that wait when you stop are not trained (set epochs)")
+        measured = f"{costs.coefficients.source} ({costs.coefficients.device})"
+        lines = {
+            "balance": f"packs of equal time for {model}; times from {measured}",
+            "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
+            "strategy": f"{options.strategy}: {auto if is_engines_auto else strategy.description}",
+            "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
+            "tokenizer": self._tokenizer_fact,
+            "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",
+            "order": order,
+            "reading": f"{reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
+            f"{config.overlong}",
+            "not done": "; ".join(not_done),
+            "evaluation": "every document once an iteration, none dropped, the last batch short" * options.evaluation,
+        }
+        return [f"{name:<14}{text}" for name, text in lines.items() if text]
 
     def _plan_anew(self, model: Any, is_assumed: bool = False) -> None:
         self._maker.planner = self._planner = _planner_of(model, self.options, self._place)
@@ -426,61 +476,6 @@ def pad_pack(pack: PackBatch, num_tokens: int) -> PackBatch:
     columns = ("doc_ids", "starts", "stops", "token_ids", "targets", "positions")
     joined: dict[str, Any] = {name: np.concatenate([getattr(pack, name), getattr(padding, name)]) for name in columns}
     return PackBatch(**joined, num_padding_tokens=pack.num_padding_tokens + missing)
-
-
-def _start_lines(config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace) -> list[str]:
-    """Describe what the loader does and does not do, a line a subject."""
-    planning, strategy = options.planning(), strategy_named(options.strategy)
-    is_engines_auto = options.strategy == BEST
-    auto = ENGINES_AUTO if options.engine else ENGINES_AUTO.replace("this engine's price", "the price of a plain loop")
-    delays = strategy.delays(planning) and not is_engines_auto
-    documents = config.batch_documents
-    batch = counted(documents, "document") if documents else f"up to {config.batch_tokens} tokens"
-    batch += ", as many as fill the packs" * options.fills_packs
-    packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
-    if options.micro_batches is not None:
-        packs = f"exactly {counted(options.micro_batches, 'pack')} a rank"
-    packs += f" of at most {options.max_tokens} tokens"
-    if options.fixed_shapes:
-        packs += f", each padded to {options.max_tokens} tokens"
-    elif options.row_multiple > 1:
-        packs += f", each padded to a multiple of {options.row_multiple} tokens"
-    if options.sequence_ranks > 1:
-        packs += f", each shared by {counted(options.sequence_ranks, 'rank')}"
-    order = "as in the files"
-    if config.shuffle_window > 1:
-        order = f"shuffled within {counted(config.shuffle_window, 'document')}, seed {config.seed}"
-    # Other strategies that defer documents do not read the window.
-    if delays and not strategy.delays(msgspec.structs.replace(planning, window=1)):
-        order += f", packed over {counted(planning.window, 'batch')}"
-    reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
-    workers = counted(config.workers, "process") if config.workers else "a thread"
-    not_done = [
-        "no document attends to another, and none is cut",
-        "no attention mask is made, no special tokens but the end of a document, tensors stay on the CPU",
-    ]
-    if delays and not options.evaluation and config.epochs is None:
-        not_done.append("documents that wait when you stop are not trained (set epochs)")
-    lines = {
-        "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
-        "strategy": f"{options.strategy}: {auto if is_engines_auto else strategy.description}",
-        "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
-        "tokenizer": tokenizer,
-        "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",
-        "order": order,
-        "reading": f"{reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
-        f"{config.overlong}",
-        "not done": "; ".join(not_done),
-        "evaluation": "every document once an iteration, none dropped, the last batch short" * options.evaluation,
-    }
-    return [f"{name:<14}{text}" for name, text in lines.items() if text]
-
-
-def _balance_line(costs: PackCosts, *, assumed: bool) -> str:
-    why = ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention in a "
-    why += "document's time depends on it"
-    model, coefficients = costs.model.name + why * assumed, costs.coefficients
-    return f"balance       packs of equal time for {model}; times from {coefficients.source} ({coefficients.device})"
 
 
 def _first_step_line(step: PackedStep, options: LoaderOptions) -> str:

@@ -273,19 +273,16 @@ class TreePacker:
         if self._labels == "once":
             order, shared = sequences_in_order(inside)
             count_once(own, weights, [group[at] for at in order], shared)
-        for tree in build_trees(inside, [labels[place] for place in group], min_shared_tokens=self._min_shared):
-            shape = TreeShape(tree.segments)
+        for whole in build_trees(inside, [labels[place] for place in group], min_shared_tokens=self._min_shared):
+            shape = TreeShape(whole.segments)
             for part in shape.parts(shape.cuts_within(self._max_tokens)):
-                places = [group[at] for at, segment in tree.leaves if segment in part.own]
-                yield self._part(places, own, labels, weights, part.num_recomputed)
-
-    def _part(self, places: list[int], own: Any, labels: Any, weights: Any, again: int) -> _Part:
-        inside, has_label = [own[place] for place in places], [labels[place] for place in places]
-        (tree,) = build_trees(inside, has_label, min_shared_tokens=self._min_shared)
-        shape = TreeShape(tree.segments)
-        # In tokens: a pair of a row and a key costs 4 · width a layer, a token about 24 · width².
-        work = shape.num_rows + float((shape.positions(0, shape.num_rows) + 1).sum()) / (6 * self._width)
-        return _Part(tree, places, has_label, [weights[place] for place in places], again, work)
+                places = [group[at] for at, segment in whole.leaves if segment in part.own]
+                has_label, counted = ([one[place] for place in places] for one in (labels, weights))
+                (tree,) = build_trees([own[place] for place in places], has_label, min_shared_tokens=self._min_shared)
+                num_pairs = float((TreeShape(tree.segments).positions(0, len(tree.tokens)) + 1).sum())
+                # In tokens: a pair of a row and a key costs 4 · width a layer, a token about 24 · width².
+                work = len(tree.tokens) + num_pairs / (6 * self._width)
+                yield _Part(tree, places, has_label, counted, part.num_recomputed, work)
 
     def _fill(self, units: list[list[_Part]]) -> list[list[_Part]]:
         """Give units, the most work first, to the micro-batch of the least work that has room."""

@@ -187,9 +187,9 @@ class CutRules:
     max_pack_tokens: int | None
 
     def native_curves(self) -> tuple[tuple, tuple]:
-        forward, backward = self.forward, self.backward
-        forward_curve = forward.linear_s, forward.attention_s, forward.slice_s
-        return forward_curve, (backward.linear_s, backward.attention_s, backward.slice_s)
+        curves = self.forward, self.backward
+        forward, backward = ((one.linear_s, one.attention_s, one.slice_s) for one in curves)
+        return forward, backward
 
     def native_limits(self) -> tuple[int, int, int]:
         limit = NO_TOKEN_LIMIT if self.max_pack_tokens is None else self.max_pack_tokens

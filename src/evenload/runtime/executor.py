@@ -66,21 +66,17 @@ class RankRun:
 
     Args:
         loss_sum: this rank's share of the global mean loss, on its device; 0 except on last stages.
+        trace: returns when its actions ran. Waits for a GPU; call it before the next run.
         held: bytes that the activation stores held at most, on the device and in host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
         heads: of every backward pack, on last stages.
     """
 
     loss_sum: Tensor
-    read_trace: Callable[[], RankTrace]
+    trace: Callable[[], RankTrace]
     held: HeldBytes
     most_sends_kept: int
     heads: tuple[HeadOutput, ...]
-
-    @property
-    def trace(self) -> RankTrace:
-        """Return when its actions ran. Waits for a GPU; read it before the next run."""
-        return self.read_trace()
 
 
 class Executor:
@@ -109,7 +105,7 @@ class Executor:
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
-            if mine.has_trees:
+            if mine.trees:
                 refuse_trees(stage.model)
             stage.begin_step(document_tokens, *([] if weights is None else [weights.await_unit]))
         held = HeldBytes()
@@ -240,7 +236,7 @@ def forward_losses(
     stores: dict[int, ForwardStore] = {}
     for number, stage in stages.items():
         stores[number] = ForwardStore(stored, (), held=held, shard=stage.row_shard)
-        if mine.has_trees:
+        if mine.trees:
             refuse_trees(stage.model)
         stage.begin_step(document_tokens)
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)

@@ -244,7 +244,7 @@ class StepTrainer:
         with mesh.watch.waiting("the loss and the timeline"):
             end = own.joined(mesh)
             measured = gather_timeline(
-                gradients.run.trace,
+                gradients.run.trace(),
                 gradients.sums,
                 gradients.gathers,
                 zero_s=zero_s,

@@ -170,10 +170,9 @@ class TreeShape:
             above = int(self.parents[above])
         place = {-1: -1} | {one: at for at, one in enumerate(members)}
         rows = [np.arange(self.starts[one], self.stops[one]) for one in members]
+        parents = [place[one] for one in self.parents[members].tolist()]
         return TreePart(
-            segments=tuple(
-                Segment(len(at), place[int(self.parents[one])]) for one, at in zip(members, rows, strict=True)
-            ),
+            segments=tuple(map(Segment, map(len, rows), parents)),
             rows=np.concatenate(rows),
             num_recomputed=sum(map(len, rows[: -len(own)])),
             own=own,

@@ -70,7 +70,8 @@ class RankStep:
 
 
 class RankPackTokens:
-    """Holds one step's packs on one rank; `InvalidPlanError` for an unknown group, or a sharding that cannot run."""
+    """Holds one step's packs on one rank, and the shapes of those documents that are `trees`; `InvalidPlanError` for an
+    unknown group, or a sharding that cannot run."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class RankPackTokens:
         all_packs = (*self._packs.forward, *self._packs.backward)
         if offences := list(tree_offences(plan)):
             raise InvalidPlanError(f"step {plan.step}: {'; '.join(offences)}")
-        self._trees = {one.doc_id: shape_of(one.segments) for one in plan.documents if one.segments}
+        self.trees = {one.doc_id: shape_of(one.segments) for one in plan.documents if one.segments}
         self._rows: ReplicaRows | None = None
         self._collated: dict[tuple[Direction, int], PackTokens] = {}
         if plan.layout.cp > 1 or any(piece.cp > 1 for pack in all_packs for piece in pack.slices):
@@ -98,11 +99,6 @@ class RankPackTokens:
                     f"from {shared.block.first}; dp={plan.layout.dp} has groups of {sorted({b.size for b in groups})} "
                     "replicas"
                 )
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether some document of the step is a tree of sequences."""
-        return bool(self._trees)
 
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
         """Return the token ranges that this rank computes, padding included, in row order."""
@@ -141,9 +137,9 @@ class RankPackTokens:
     def _pack_tokens(self, pack: MicroPack, documents: TokenTable) -> PackTokens:
         shared = self._shared(pack)
         if shared is None:
-            batch = collate_pack(pack, documents, self._trees)
+            batch = collate_pack(pack, documents, self.trees)
             columns = self._on_device((batch.token_ids, batch.targets, batch.positions))
-            trees = {one.doc_id: self._trees[one.doc_id] for one in pack.slices if one.doc_id in self._trees}
+            trees = {one.doc_id: self.trees[one.doc_id] for one in pack.slices if one.doc_id in self.trees}
             return PackTokens(pack_ranges(pack), *columns, trees=trees, edges=batch.edges)
         if documents.label_counts is not None:
             raise InvalidPlanError(

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenload.attention.range_attention import RangeAttention
-from evenload.feed.collate import LabelEdges
-from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
+from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.state_calls import StateForm, carrying
@@ -79,6 +78,8 @@ class PipelineStage:
                 tensor=tensor,
             )
         self._state = state or ReplayState(backend=backend)
+        self.backend, self.hidden_size = self._state.backend, model.config.hidden_size
+        self.row_shard = None if tensor is None else tensor.shard
         if state is None:
             make_layers_replayable(model, self._state, tensor)
 
@@ -89,24 +90,12 @@ class PipelineStage:
         return PipelineStage(model, self.backend, self._tensor, self._state)
 
     @property
-    def backend(self) -> RangeAttention:
-        return self._state.backend
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.config.hidden_size
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._like.dtype
 
     @property
     def device(self) -> torch.device:
         return self._like.device
-
-    @property
-    def row_shard(self) -> RowShard | None:
-        return None if self._tensor is None else self._tensor.shard
 
     def num_rows(self, ranges: Iterable[Range]) -> int:
         return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
@@ -192,9 +181,7 @@ class PipelineStage:
         self.head_row_sums = None
         if self.model.is_last:
             if pack.ranges:
-                grad, loss = self.head(
-                    store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges, pack.edges
-                )
+                grad, loss = self.head(pack, store.read("final", pack.ranges), num_label_tokens)
                 self.head_row_sums = grad.sum(dim=-1)
             else:
                 grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
@@ -289,16 +276,10 @@ class PipelineStage:
             return hidden.new_zeros(0)
         return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor, pack.edges)
 
-    def head(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        num_label_tokens: int,
-        ranges: tuple[Range, ...],
-        edges: LabelEdges | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def head(self, pack: PackTokens, hidden: Tensor, num_label_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the gradient of final hidden states [T, hidden] and this rank's loss share. Last stage only."""
-        grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor, edges)
+        of_pack = num_label_tokens, pack.ranges, self._tensor, pack.edges
+        grad, loss = head_gradient(self.model, hidden, pack.targets, *of_pack)
         # All ranks of a group know the loss, and one reports it.
         is_reporter = self._tensor is None or self._tensor.shard.rank == 0
         return grad, loss if is_reporter else torch.zeros_like(loss)

@@ -126,11 +126,9 @@ class TreeAttention(LocalAttention):
             rows = one.rows
             # Nothing names the copies of keys: the next call makes its own.
             dq[rows], dk, dv = call.backward(grad[rows], q[rows], one.parts(call.key), out[rows], lse[rows], one.sizes)
-            at = 0
-            for number, runs in one.ranges:
-                keys = slice(at, at + num_rows(runs))
-                sums[number] = _added(sums.get(number), spans[number], runs, (dk[keys], dv[keys]), lse.dtype)
-                at = keys.stop
+            sizes = [num_rows(runs) for _, runs in one.ranges]
+            for (number, runs), k, v in zip(one.ranges, dk.split(sizes), dv.split(sizes), strict=True):
+                sums[number] = _added(sums.get(number), spans[number], runs, (k, v), lse.dtype)
         own_k, own_v = (lse.new_empty(q.shape[0], *one.shape[1:]) for one in sums[0])
         for number, (rows, (doc_id, start, stop)) in enumerate(self.ranges):
             final = call.store.add_key_grads(doc_id, call.key, spans[number].start, *sums[number], start, stop)
@@ -185,11 +183,10 @@ def _added(
         size = span.stop - span.start
         keys, values = (part.new_zeros((size, *part.shape[1:]), dtype=dtype) for part in parts)
         sums = keys, values
-    at = 0
-    for start, stop in runs:
-        for total, part in zip(sums, parts, strict=True):
-            total[start - span.start : stop - span.start] += part[at : at + stop - start]
-        at += stop - start
+    sizes = [stop - start for start, stop in runs]
+    for total, part in zip(sums, parts, strict=True):
+        for (start, stop), own in zip(runs, part.split(sizes), strict=True):
+            total[start - span.start : stop - span.start] += own
     return sums
 
 
