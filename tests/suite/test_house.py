@@ -14,8 +14,8 @@ MAX_LINES, MAX_PARAMETERS = 80, 10
 # 51,200 lines; 552 more since every decoder trains, which was more than asked, and 800 since the first contact. What
 # the publications still ask for may add 1,500, and has added 1,037. Recurrent layers might add 1,800, and have
 # added 2,140 with their tensor ranks and what a newcomer found of the isolation check; trees of shared prefixes might
-# add 2,000, and have added 2,170.
-MAX_FILES, MAX_SOURCE_LINES = 250, 57_920
+# add 2,000, and have added as much.
+MAX_FILES, MAX_SOURCE_LINES = 250, 57_728
 MAX_FILES_OF_KEY = 8
 
 

@@ -172,7 +172,7 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
     near = equally_fast(evaluation)
-    savings = tree_savings(planners, batches, evaluation, near[0].name) if near else None
+    savings = tree_savings(planners, batches, evaluation, near[0]) if near else None
     engine = worst = None
     if request.engine:
         planner = _engine_planner(request.engine, inputs, layout)

@@ -69,9 +69,8 @@ class LengthSource:
         Without a tokeniser tokens are `estimated`."""
         if self.table is not None:
             return self.table
-        most = None if self.data.max_tree_tokens is None else max(context, self.data.max_tree_tokens)
-        if self.run is None:
-            most = sys.maxsize
+        of_run = self.data.max_tree_tokens if self.run else sys.maxsize
+        most = of_run and max(context, of_run)
         data = msgspec.structs.replace(self.data, max_document_tokens=context, overlong=overlong, max_tree_tokens=most)
         # Counting tokens takes time; the spinner shows on terminals only.
         with Console(stderr=True).status(f"reading {escape(self.name)}"):

@@ -135,9 +135,8 @@ def count_documents(config: DataConfig, origin: str, *, estimated: bool = False)
     lengths = np.fromiter(measured(), np.int64)
     shared = ""
     if any(tree.segments for tree in trees.values()):
-        paths = sum(sum(tree.sequences) for tree in trees.values())
         again = sum(tree.num_recomputed for tree in trees.values())
-        unique = lengths[[*trees]].sum() - again
+        unique, paths = lengths[[*trees]].sum() - again, sum(sum(tree.sequences) for tree in trees.values())
         shared = f"; {paths:,} {unit} of sequences that share prefixes are {unique:,} unique ones"
         shared += f", and {again:,} again because trees were cut (data.max_tree_tokens)" if again else ""
     template = f", written by chat template {config.chat_template}" if config.chat_template else ""
@@ -185,8 +184,8 @@ def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[tup
                 if is_group:  # all of one may be left out, which is told with the next
                     num_dropped += sum(dropped[2] for _, dropped in pieces if dropped is not None)
                 for document in (one for one, _ in pieces if one is not None):
-                    yield document, num_dropped if is_group else 0
-                    num_dropped = 0 if is_group else num_dropped
+                    yield document, is_group * num_dropped
+                    num_dropped *= not is_group
 
 
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")

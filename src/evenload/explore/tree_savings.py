@@ -30,13 +30,12 @@ class TreeSavings(Frozen):
 
 
 def tree_savings(
-    planners: StrategyPlanners, batches: Sequence[SampledBatch], evaluation: Evaluation, strategy: str
+    planners: StrategyPlanners, batches: Sequence[SampledBatch], evaluation: Evaluation, shared: StrategyResult
 ) -> TreeSavings | None:
-    """Plan the sequences of the batches one by one, with a strategy of the evaluation of their trees. None where
-    nothing is shared, or a part of a large cluster was planned."""
-    if planners.of(strategy).batches is not None or not any(batch.alone for batch in batches):
+    """Plan the sequences of the batches one by one, with the strategy of a row of the evaluation of their trees. None
+    where nothing is shared, or a part of a large cluster was planned."""
+    if planners.of(shared.name).batches is not None or not any(batch.alone for batch in batches):
         return None
-    shared = next(result for result in evaluation.results if result.name == strategy)
     apart = [replace(batch, documents=batch.alone, alone=()) for batch in batches]
     (alone,) = evaluate_strategies(planners, apart, [shared.name]).results
     documents = [document for proposal in evaluation.proposals[shared.name] for document in proposal.plan.documents]
