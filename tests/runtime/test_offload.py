@@ -36,6 +36,7 @@ class LateHostCopies:
 
     def __init__(self) -> None:
         self.num_to_host = self.num_to_device = 0
+        self.arena = self  # that frees
 
     def to_host(self, tensor):
         self.num_to_host += 1

@@ -358,8 +358,10 @@ class RunPlanner:
 
     def cuts(self, documents: Sequence[Document]) -> dict[int, list[int]]:
         """Return where trees are cut (`planning.tree_runs`); nowhere where documents may wait, which parts cannot."""
-        may_wait = strategy_named(self.strategy).delay is not None
-        return tree_cuts(documents, self.planner.costs) if self.may_cut and not may_wait else {}
+        may_cut = (
+            self.may_cut and strategy_named(self.strategy).delay is None and any(one.segments for one in documents)
+        )
+        return tree_cuts(documents, self.planner.costs) if may_cut else {}
 
     def plan_step(
         self,
