@@ -358,10 +358,8 @@ class RunPlanner:
 
     def cuts(self, documents: Sequence[Document]) -> dict[int, list[int]]:
         """Return where trees are cut (`planning.tree_runs`); nowhere where documents may wait, which parts cannot."""
-        may_cut = (
-            self.may_cut and strategy_named(self.strategy).delay is None and any(one.segments for one in documents)
-        )
-        return tree_cuts(documents, self.planner.costs) if may_cut else {}
+        stays = not self.may_cut or strategy_named(self.strategy).delay is not None
+        return {} if stays or not any(one.segments for one in documents) else tree_cuts(documents, self.planner.costs)
 
     def plan_step(
         self,
