@@ -170,7 +170,7 @@ class TreePacker:
         max_tokens: most unique tokens of a micro-batch.
         model: on its device, in any wrapper that passes keyword arguments on.
         min_shared_tokens: a prefix is shared only where it goes on for as many tokens since the last branch; a shorter
-            one costs more as rows of its own than computing it again does.
+            one is computed by every sequence.
         tree_labels: "once" counts a label that sequences share once, in `TreeBatch.weights` and `loss`; all of them
             must have one weight.
 
@@ -222,8 +222,8 @@ class TreePacker:
     ) -> list[TreeBatch]:
         """Return micro-batches of at most `max_tokens` unique tokens, the same for the same arguments.
 
-        The sequences of a group are in one micro-batch, unless they have too many unique tokens: then runs of them in
-        lexicographic order are, each of which computes the path to its first one again.
+        The sequences of a group are in one micro-batch, unless they have too many unique tokens: then runs of the
+        leaves of their tree are, each of which computes the path to its first one again.
 
         Args:
             sequences: int[n_i] token ids.
