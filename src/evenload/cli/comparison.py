@@ -73,7 +73,7 @@ class Comparison:
         left_out: strategies that "all" does not plan here, and why.
         searched: with `search_layout=True` the layouts of every strategy; else None.
         worst: with `worst=N` the batches that need most memory; else None.
-        savings: what sharing prefixes saves under the best strategy; None where documents share none.
+        savings: what sharing prefixes saves under the strategy to take first; None where none are shared.
         engine: with `engine=NAME` what the plans take there; else None.
         interval: within which factors of a predicted step time nine of ten measured ones lie, and its basis.
         memory_cap_bytes: what a device offers.
